@@ -132,7 +132,7 @@ def test_a_card_decides(llama: str) -> None:
     assert "nothing that fits is safe" in found.reason
     safe = advise(llama, gpu="h200", card=card(llama, good, result("int8", "int8", "bf16", 0.2, kl=SAFE)))
     assert safe.recommended.weights == "bf16"
-    assert "that is safe" in safe.reason
+    assert "that are safe" in safe.reason
     bad = advise(llama, gpu="h200", card=card(llama, result("int8", "int8", "bf16", -3.0)))
     assert bad.recommended is None
     assert "less than 1 %" in bad.reason
@@ -243,7 +243,7 @@ def test_steps_are_told_where_the_bandwidth_is_known(gpu: str, shown: bool, caps
         cli.main(["advise", "demo", "--gpu", gpu])
     assert not done.value.code
     table, _, legend = capsys.readouterr().out.partition("batch: ")
-    assert ("step" in table) is ("step: the time of only reading" in " ".join(legend.split())) is shown
+    assert ("step" in table) is ("step: the least time of a decode step" in " ".join(legend.split())) is shown
 
 
 def test_weights_that_are_given_save_nothing(capsys: pytest.CaptureFixture[str]) -> None:

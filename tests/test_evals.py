@@ -244,7 +244,7 @@ def test_the_report_begins_with_a_verdict() -> None:
         "INT8 cache: 2.00x smaller, perplexity unchanged within the noise of 0.02 %, safe (KL 1.0e-03 \u00b1 1e-04 nats). "
         "INT4 cache: 3.33x smaller, perplexity +1.25 % (noise 0.20 %), not safe (KL 5.0e-01 \u00b1 1e-04 nats)."
     )
-    for kl, said in ((0.0018, "safe (KL"), (0.0021, "safe or not, more text must tell (KL"), (0.0024, "not safe (KL")):
+    for kl, said in ((0.0018, "safe (KL"), (0.0021, "undecided, evaluate more text (KL"), (0.0024, "not safe (KL")):
         assert f" %, {said} {kl:.1e} \u00b1 2e-04" in verdict([made[0], replace(made[1], kl_mean=kl, kl_noise=2e-4)])
     assert cards(made)["INT4 cache"]["formats"] == "int4_g32 rotated"
     assert cards(made)["INT8 cache"]["tokens in 1 GB"] == "20,000,000 instead of 10,000,000"
@@ -258,7 +258,8 @@ def test_the_report_begins_with_a_verdict() -> None:
     add_results(report, made)
     page = report.to_html()
     places = [
-        page.index(x) for x in ("<p>INT8 cache: 2.00x", 'class="cards"', "<svg", "KL divergence says", 'class="table"', "<details>")
+        page.index(x)
+        for x in ("<p>INT8 cache: 2.00x", 'class="cards"', "<svg", "KL divergence measures", 'class="table"', "<details>")
     ]
     assert places == sorted(places)
     assert 'title="weights: int4, zero point' in page

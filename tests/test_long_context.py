@@ -121,7 +121,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     options = ["--windows", "1", "--length", "32", "--long", "120", "--html", str(page), "--output", str(out)]
     assert run("eval", "demo", "--keys", "int8", "--values", "int8", *options) == 0
     assert "Contexts of 120 tokens" in capsys.readouterr().out
-    assert "Where greedy texts part from the 16-bit run" in page.read_text()
+    assert "Where greedy texts diverge from those of the 16-bit run" in page.read_text()
     base, int8 = (json.loads(line)["long_context"] for line in out.read_text().splitlines())
     assert base["parted"] == [114] * TEXTS
     assert (int8["context"], int8["written"], int8["formats"]) == (120, 114, "int8")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STEP = "step ms"
 HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", "perplexity %", STEP)
 
-_STEP_WORDS = "; step: the time of only reading a decode step's bytes, a step takes longer"
+_STEP_WORDS = "; step: the least time of a decode step, that of reading its bytes"
 
 
 def advise(

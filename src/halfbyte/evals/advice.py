@@ -162,8 +162,8 @@ def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
         good = safe or [c for c in fitting if c.evidence and abs(c.evidence.change) + c.evidence.noise <= TOLERATED]
         if not good:
             return None, f"of what fits, nothing is measured to change perplexity by less than {TOLERATED:g} %, noise included"
-        bound = "that is safe" if safe else f"with perplexity within {TOLERATED:g} %, noise included; nothing that fits is safe"
-        return min(good, key=lambda c: c.step_bytes), f"fewest bytes a step {bound}"
+        bound = "that are safe" if safe else f"with perplexity within {TOLERATED:g} %, noise included; nothing that fits is safe"
+        return min(good, key=lambda c: c.step_bytes), f"fewest bytes per step of the formats {bound}"
     given = len({c.weights for c in choices}) == 1  # the weights are as they are: only the cache is chosen
     for c in fitting:
         if (c.keys, c.values) == (settings.KEYS, settings.VALUES) and (given or c.weights == settings.WEIGHTS):

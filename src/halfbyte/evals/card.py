@@ -120,7 +120,7 @@ class Card:
         ]
         if self.long:
             lines += [
-                f"Contexts of {self.long:,} tokens: tokens of hidden keys found again, tokens before greedy texts part from the "
+                f"Contexts of {self.long:,} tokens: retrieved tokens of hidden keys, tokens before greedy texts differ from the "
                 "16-bit ones (median), nats a token of these texts by the 16-bit model.",
                 _table(LONG, long_rows(self)),
             ]
@@ -134,7 +134,7 @@ class Card:
 
 
 QUALITY = ("formats", "perplexity", "change %", "KL mean", "safe", "top-1 %", "KV B/token", "weights MB")
-LONG = ("formats", "keys found %", "parts after", "nats a token")
+LONG = ("formats", "keys found %", "differs after", "nats a token")
 
 
 def _name(r: dict[str, Any]) -> str:

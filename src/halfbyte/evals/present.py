@@ -157,7 +157,7 @@ def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
     shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
     points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
     chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
-    made = [(chart, "What a smaller cache costs: KL divergence from the 16-bit run against bytes per token")]
+    made = [(chart, "Quality against size of the cache: KL divergence from the 16-bit run by bytes per token")]
     errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
     if errors:
         chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
@@ -182,7 +182,7 @@ def _weight_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
         y_label=KL_LABEL,
         log_y=True,
     )
-    return [(chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, the whole model counted")]
+    return [(chart, "Quality against size of 4-bit weights: KL divergence from the 16-bit run by bytes of the whole model")]
 
 
 def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence[str], series: Sequence[str]) -> list[Point]:
@@ -235,7 +235,7 @@ def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> l
     return [record(result) | more for result, more in zip(results, added, strict=True)]
 
 
-LONG_HEADERS = ("formats", "key found, %", "parts after", "of tokens", "first", "nats a token", "seconds")
+LONG_HEADERS = ("formats", "key found, %", "differs after", "of tokens", "first", "nats a token", "seconds")
 
 
 def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
@@ -259,17 +259,18 @@ def add_long_context(report: Report, results: Sequence[LongContext]) -> None:
     from halfbyte.measure.charts import lines
 
     report.heading(f"Contexts of {results[0].context:,} tokens").text(
-        "Retrieval: a random key stands in a text, each time at another depth, and the end requests it; counted are the tokens of "
-        "keys that are the likeliest ones, given those before them. Continuations: greedy texts, how many of their tokens equal "
-        "those of the 16-bit run before the first that differs, and how likely the 16-bit model finds them: a text that breaks "
-        "down is unlikely, and one that repeats itself very likely. Prompts are read in one piece, each later token from the cache."
+        "Retrieval: a random key is hidden in a text, each time at another depth, and the end requests it; the score is the share "
+        "of key tokens that are the likeliest, given those before them. Continuations: greedy texts, how many of their tokens "
+        "equal those of the 16-bit run before the first that differs, and how likely the 16-bit model finds them: a text that "
+        "breaks down is unlikely, and one that repeats itself very likely. Prompts are read in one piece, later tokens one at a "
+        "time."
     )
     report.table(LONG_HEADERS, long_rows(results))
     at = [results[0].written * i // 64 for i in range(65)]
     equal = {r.formats: [100 * sum(p >= t for p in r.parted) / len(r.parted) for t in at] for r in results[1:]}
     if equal:
         chart = lines(dict(list(equal.items())[:6]), x=at, x_label="tokens written", y_label="% of texts equal so far")
-        report.figure(chart, "Where greedy texts part from the 16-bit run's")
+        report.figure(chart, "Where greedy texts diverge from those of the 16-bit run")
 
 
 def _series(setting: Setting) -> str:

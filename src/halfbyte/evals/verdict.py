@@ -1,4 +1,4 @@
-"""An evaluation in words and in three cards: what becomes of perplexity, of size and of the number of tokens that fit."""
+"""An evaluation in words and in three cards: perplexity, size, and the number of tokens that fit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CARDS = {
     "INT8 keys, INT4 values": ("int8", "int4_g32"),
     "INT4 cache": ("int4_g32", "int4_g32"),
 }
-#: How KL divergence is to be read.
+#: How to read KL divergence.
 KL_WORDS = (
-    "KL divergence says how far the probabilities of the next token move away from those of the 16-bit run: 0 where they are the "
-    f"same. Up to {SAFE:g} nats, noise included, formats are called safe. From about 0.1 nats on, other texts are written."
+    "KL divergence measures how far the probabilities of the next token are from those of the 16-bit run; 0: equal. Up to "
+    f"{SAFE:g} nats, noise included, formats are called safe. From about 0.1 nats on, generated texts differ."
 )
 
 
@@ -77,4 +77,4 @@ def _safety(result: Quality) -> str:
 
 def _safe(result: Quality) -> str:
     kl, noise = result.kl_mean, result.kl_noise
-    return "safe" if is_safe(kl, noise) else "safe or not, more text must tell" if is_safe(kl, -noise) else "not safe"
+    return "safe" if is_safe(kl, noise) else "undecided, evaluate more text" if is_safe(kl, -noise) else "not safe"
