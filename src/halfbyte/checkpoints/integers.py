@@ -87,8 +87,8 @@ def _format(layer: StoredLayer, code: Code, group: int | None, stored: torch.dty
     if found is None:
         known = ", ".join(str(f.scale.group) for f in fits if f.scale is not None and f.scale.group)
         raise Unsupported(
-            f"{layer.name}: {code.bits}-bit codes in groups of {size} with scales that need {stored}; halfbyte reads, of these, "
-            f"multiples of {known or 'no size'}"
+            f"{layer.name}: {code.bits}-bit codes in groups of {size} with scales that need {stored}; halfbyte reads "
+            + (f"multiples of {known}" if known else f"{code.bits}-bit codes with scales that fp16 holds exactly")
         )
     return found
 
