@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_ENTRY = re.compile(r"^(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*) {2,}(?P<text>\S.*)$")
+#: A line of aligned columns: names, two spaces or more, text.
+ENTRY = re.compile(r"^(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*) {2,}(?P<text>\S.*)$")
 
 
 def as_markdown(text: str) -> str:
@@ -12,7 +13,7 @@ def as_markdown(text: str) -> str:
     lines: list[str] = []
     in_list = False
     for line in text.splitlines():
-        if entry := _ENTRY.match(line):
+        if entry := ENTRY.match(line):
             names = ", ".join(f"`{name}`" for name in entry["names"].split(", "))
             lines += [*([] if in_list else [""]), f"- {names}: {entry['text']}"]
             in_list = True

@@ -21,7 +21,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import make_docs  # noqa: E402
-from docgen.docstrings_text import as_markdown  # noqa: E402
+from docgen.docstrings_text import ENTRY, as_markdown  # noqa: E402
 from docgen.figures import FIGURES  # noqa: E402
 from docgen.markup import fill, words  # noqa: E402
 
@@ -50,6 +50,26 @@ def test_words_are_those_of_a_person() -> None:
 def test_aligned_docstrings_become_lists() -> None:
     text = "Does it.\n\nkeys, values  formats\n              of both\ndtype         a type\n\nThen more."
     assert as_markdown(text) == "Does it.\n\n\n- `keys`, `values`: formats of both\n- `dtype`: a type\n\nThen more."
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """(name, docstring) of everything in the reference, methods and properties of its classes included."""
+    for page in ("api.md", "hf.md"):
+        for name in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference" / page).read_text(), re.MULTILINE):
+            found = pydoc.locate(name)
+            yield name, inspect.getdoc(found) or ""
+            for member, made in vars(found).items() if inspect.isclass(found) else ():
+                if not member.startswith("_") and (callable(made) or isinstance(made, property | classmethod)):
+                    yield f"{name}.{member}", inspect.getdoc(made) or ""
+
+
+def test_aligned_docstrings_have_an_entry_in_each_line() -> None:
+    """A name with a single space behind it would end the list, and the lines below it would become a block of code."""
+    for name, text in documented():
+        for block in text.split("\n\n"):
+            lines = [line for line in block.splitlines() if not line.startswith(" ")]
+            entries = [line for line in lines if ENTRY.match(line)]
+            assert entries in ([], lines), name
 
 
 def test_every_generated_page_is_a_page() -> None:

@@ -49,25 +49,25 @@ def quantize(
     """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4 with clip="search", unless
     they are quantized already, and a cache of int4_channel keys and int8 values.
 
-    weights       weight format of the linear layers and the experts in the transformer blocks; None: unchanged. Embeddings,
-                  norms and routers are not quantized
-    keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
-                  other in 16 bits; neither: the cache of transformers
-    plan          instead of keys and values: a cache plan or its file (`halfbyte calibrate` writes one), with its sink and recent
-                  tokens, if any
-    rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
-    sink_tokens   the first tokens of a sequence that stay in 16 bits, keys and values; left padding counts as tokens
-    recent_tokens the last tokens of a sequence that stay in 16 bits
-    rotate_values fold a Hadamard rotation of values into v_proj and o_proj before they are quantized: the same model up to the
-                  rounding of these weights, without outlier channels in cached values. If the weights cannot take it (when they
-                  are quantized already, for example), the cache rotates quantized values, and attention rotates its output back
-    skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
-    skip_modules  modules that keep their weights: names, or parts of names between dots
-    lm_head       weight format of the output layer, such as "int8_col"; None: unchanged. One that is tied to the embedding gets
-                  packed weights of its own, and the embedding stays in 16 bits: a step reads less, the model takes more memory
-    clip          "search": clip the range of each group to the least squared error (`halfbyte.quantize`); slower
-    fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantized already)
-    fuse_gate_up  the same for gate_proj and up_proj
+    weights        weight format of the linear layers and the experts in the transformer blocks; None: unchanged. Embeddings, norms
+                   and routers are not quantized
+    keys, values   formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
+                   other in 16 bits; neither: the cache of transformers
+    plan           instead of keys and values: a cache plan or its file (`halfbyte calibrate` writes one), with its sink and recent
+                   tokens, if any
+    rotate_keys    Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
+    sink_tokens    the first tokens of a sequence that stay in 16 bits, keys and values; left padding counts as tokens
+    recent_tokens  the last tokens of a sequence that stay in 16 bits
+    rotate_values  fold a Hadamard rotation of values into v_proj and o_proj before they are quantized: the same model up to the
+                   rounding of these weights, without outlier channels in cached values. If the weights cannot take it (when they
+                   are quantized already, for example), the cache rotates quantized values, and attention rotates its output back
+    skip_layers    layers whose cache stays in 16 bits; negative numbers count from the end
+    skip_modules   modules that keep their weights: names, or parts of names between dots
+    lm_head        weight format of the output layer, such as "int8_col"; None: unchanged. One that is tied to the embedding gets
+                   packed weights of its own, and the embedding stays in 16 bits: a step reads less, the model takes more memory
+    clip           "search": clip the range of each group to the least squared error (`halfbyte.quantize`); slower
+    fuse_qkv       compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantized already)
+    fuse_gate_up   the same for gate_proj and up_proj
 
     On an error the model is unchanged.
     """

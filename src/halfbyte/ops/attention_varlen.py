@@ -42,17 +42,17 @@ def attention_varlen(
     float32 [T, Hq]. Options as in `decode_attention`. Nothing synchronizes with the device; CUDA graphs read cu_seqlens_q, lengths
     and page table at every replay.
 
-    cache         a `PagedView` or any other cache; its lengths, int32 [B], include the tokens of this call
-    cu_seqlens_q  int32 [B + 1], starting with 0: tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q belong to sequence b. Tokens
-                  after the last one are padding: out = 0, lse = -inf
-    max_query_len int, at least the largest number of queries of a sequence. T = B * max_query_len promises that all sequences have
-                  so many, except empty ones at the end: on a GPU the kernels of `decode_attention` then run, and cu_seqlens_q is
-                  not read
-    prefill       "cache": all keys and values are read as stored. "exact": those of this call are taken from k and v
-    k, v          [T, H, D] and [T, H, Dv], only for "exact": the tokens of this call, unquantized
-    out           [T, Hq, Dv] in q's dtype, written and returned; if contiguous, without a copy
+    cache          a `PagedView` or any other cache; its lengths, int32 [B], include the tokens of this call
+    cu_seqlens_q   int32 [B + 1], starting with 0: tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q belong to sequence b. Tokens
+                   after the last one are padding: out = 0, lse = -inf
+    max_query_len  at least the largest number of queries of a sequence. T = B * max_query_len promises that all sequences have so
+                   many, except empty ones at the end: on a GPU the kernels of `decode_attention` then run, and cu_seqlens_q is
+                   not read
+    prefill        "cache": all keys and values are read as stored. "exact": those of this call are taken from k and v
+    k, v           [T, H, D] and [T, H, Dv], only for "exact": the tokens of this call, unquantized
+    out            [T, Hq, Dv] in q's dtype, written and returned; if contiguous, without a copy
     deterministic_batch   on a GPU a token's result has the same bits for any split into calls and batches: splits and blocks have
-                  fixed sizes, so prompts take longer
+                   fixed sizes, so prompts take longer
 
     With "cache" a token attends to the same codes for any chunking, page size and batch. `cpu` and `reference` then give fp32
     queries the same bits, too; other levels keep the accuracy promise. With sink or recent tokens, chunking changes which keys are
