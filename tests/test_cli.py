@@ -165,6 +165,18 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode_attention" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["doctor", "explain", "formats"])
+def test_a_terminal_of_no_columns_is_one_of_unknown_width(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(command) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run(command) == 0
+    assert capsys.readouterr().out == expected
+
+
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     hardware = ["--sms", "132", "--capability", "9.0"]
     assert run("explain", "--linear", "4096,1024,1024x4096", "--weights", "nf4", "--rows", "4", *hardware, "--json") == 0

@@ -45,6 +45,8 @@ def run_app(app: typer.Typer, arguments: list[str] | None = None) -> None:
     # OpenMP threads spin long while they wait, unless set otherwise before torch is loaded. On two cores with anything else
     # running that made the demo up to fifty times slower; a short spin costs nothing (docs/internals/log/cpu.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    if not os.environ.get("COLUMNS", "").strip("0"):  # 0 says nothing, as to shutil.get_terminal_size; rich would print nothing
+        os.environ.pop("COLUMNS", None)
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter gets its number, and the command goes on
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
