@@ -269,6 +269,19 @@ def test_packed_forwards_read_the_packed_cache(build, prompt, monkeypatch):
     assert not torch.equal(found["int8"].logits, found["int4"].logits)
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 17, 40])
+def test_packed_forwards_take_the_options_of_a_forward(build, prompt, chunk):
+    """Each chunk has logits of its own to keep, and none a loss."""
+    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt(2, 37)
+    with torch.no_grad(), hf.packed_forwards(model, chunk):
+        whole = model(ids, labels=ids)
+        for count in (0, 1, 5, 20, 37, 99):
+            torch.testing.assert_close(model(ids, logits_to_keep=count).logits, whole.logits[:, -count:])
+        torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=9).loss, whole.loss * 2 * 36 / 9)
+        with pytest.raises(Unsupported, match="logits_to_keep is a tensor"):
+            model(ids, logits_to_keep=torch.tensor([0]))
+
+
 def test_packed_forwards_leave_generation_alone(build, prompt, greedy):
     model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt()
     expected, _ = greedy(model, ids)

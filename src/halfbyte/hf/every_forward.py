@@ -15,6 +15,8 @@ from halfbyte.hf.model_support import check_continues, inner_model
 
 #: Outputs of a forward that hold one entry a token, along axis 1.
 _BY_TOKEN = ("logits", "last_hidden_state")
+#: Arguments of a forward that are about its loss.
+_OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 @contextmanager
@@ -63,19 +65,25 @@ class _Forward:
             return self.forward(input_ids, attention_mask, *args, labels=labels, **kwargs)
         if input_ids is None or args or (attention_mask is not None and attention_mask.ndim != 2):
             raise Unsupported("packed_forwards cuts input_ids and a 2-D attention_mask into chunks; pass these two, by name")
-        outputs = self._chunks(input_ids, _left(attention_mask), **{**kwargs, "use_cache": True, "return_dict": True})
+        keep = kwargs.pop("logits_to_keep", 0)
+        if not isinstance(keep, int):
+            raise Unsupported("logits_to_keep is a tensor; within packed_forwards pass a number, or take these rows of all logits")
+        outputs = self._chunks(input_ids, _left(attention_mask), keep, **{**kwargs, "use_cache": True, "return_dict": True})
         last = outputs[-1]
         for name in _BY_TOKEN:
             if getattr(last, name, None) is not None:
                 last[name] = torch.cat([getattr(out, name) for out in outputs], 1)
+        if keep:
+            last["logits"] = last.logits[:, -keep:]
         if labels is not None:
-            last["loss"] = self.model.loss_function(
-                logits=last.logits, labels=labels, vocab_size=self.model.config.get_text_config().vocab_size
-            )
+            options = {name: kwargs[name] for name in _OF_LOSS if name in kwargs}
+            vocab_size = self.model.config.get_text_config().vocab_size
+            last["loss"] = self.model.loss_function(logits=last.logits, labels=labels, vocab_size=vocab_size, **options)
         return last if kwargs.get("return_dict", True) is not False else last.to_tuple()
 
     @torch.no_grad()
-    def _chunks(self, input_ids: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> list[Any]:
+    def _chunks(self, input_ids: torch.Tensor, mask: torch.Tensor | None, keep: int, **kwargs: Any) -> list[Any]:
+        """The outputs of all chunks, of which the last `keep` logits count; 0: all of them."""
         tokens, outputs = input_ids.shape[1], []
         cache = self.settings.make(self.model, tokens)
         if cache.has_states and mask is not None and self.chunk == 1:
@@ -83,7 +91,9 @@ class _Forward:
         by_token = {name: x for name, x in kwargs.items() if name in ("position_ids", "token_type_ids") and x is not None}
         for start in range(0, tokens, self.chunk):
             part = slice(start, start + self.chunk)
-            cut = {name: x[..., part] for name, x in by_token.items()}
+            cut: dict[str, Any] = {name: x[..., part] for name, x in by_token.items()}
+            if keep:  # at least one, as 0 stands for all
+                cut["logits_to_keep"] = max(1, min(part.stop, tokens) - max(start, tokens - keep))
             seen = None if mask is None else mask[:, : part.stop]
             outputs.append(self.forward(input_ids[:, part], seen, **{**kwargs, **cut, CACHE: cache}))
         return outputs
