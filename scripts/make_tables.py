@@ -54,6 +54,11 @@ def models() -> str:
     return markdown((f"packed cache, transformers {first['transformers']}", "families, share of weights that is quantized"), rows)
 
 
+def served_families() -> int:
+    """Families whose packed cache gives the tokens of transformers."""
+    return sum(_cache_outcome(line) == SERVED for line in json_lines(FAMILIES.name) if "family" in line)
+
+
 def _cache_outcome(line: dict[str, Any]) -> str:
     """A cell: the reason without the name of the family and without what to do."""
     if "built" in line:

@@ -154,6 +154,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cpu_gqa": _gqa_slowdown,
     "cpu_linear": lambda: _cpu_slowdown("linear"),
     "demo_time": _demo_time,
+    "families": lambda: str(tables.served_families()),
     "host_us": _host_time,
     "kv_formats": lambda: str(len(KV_FORMATS)),
     "largest_m": _largest_m,
