@@ -41,7 +41,7 @@ def memory_of(layout: engine.PageLayout, order: str = "lbhnc", pages: int = 12, 
 def test_formats_that_do_not_live_in_a_page_say_why() -> None:
     for name in KV_FORMATS:
         if name not in engine.PAGE_FORMATS:
-            with pytest.raises(Unsupported, match=f"keys='{name}' cannot live in a page: .*; choose one of: fp16, bf16, int8,"):
+            with pytest.raises(Unsupported, match=f"keys='{name}' cannot be stored in pages: .*; choose one of: fp16, bf16, int8,"):
                 engine.PageLayout(name, "int8", 64)
     assert set(KV_FORMATS) - set(engine.PAGE_FORMATS) >= {"int8_tensor", "int8_token", "int8_channel", "fp8_tensor", "int4_channel"}
 
@@ -52,7 +52,7 @@ def test_the_pages_of_a_plan(tmp_path: Path) -> None:
     plan = CachePlan(ModelSizes("llama", 2, 4, 64, 128, 256), layers, 8.0)
     expected = [(engine.PageLayout("int4", "int2_g32", 64, 128), True), (engine.PageLayout("int8", "bf16", 64, 128), False)]
     assert engine.page_layouts(plan) == engine.page_layouts(plan.write(tmp_path / "plan.json")) == expected
-    with pytest.raises(Unsupported, match="plan, layer 1: keys='int4_channel' cannot live in a page"):
+    with pytest.raises(Unsupported, match="plan, layer 1: keys='int4_channel' cannot be stored in pages"):
         engine.page_layouts(replace(plan, layers=(layers[0], LayerFormats("int4_channel", "int8"))))
     with pytest.raises(Unsupported, match="sink_tokens=0, recent_tokens=64, which belong to a sequence"):
         engine.page_layouts(replace(plan, recent_tokens=64))

@@ -67,7 +67,7 @@ class PageLayout:
         for name, fmt, dim in (("keys", key_format(keys), head_dim), ("values", value_format(values), value_dim)):
             if fmt.granularity in _NOT_PAGED:
                 why, fits = _NOT_PAGED[fmt.granularity], ", ".join(PAGE_FORMATS)
-                raise Unsupported(f"{name}={fmt.name!r} cannot live in a page: {why}; choose one of: {fits}")
+                raise Unsupported(f"{name}={fmt.name!r} cannot be stored in pages: {why}; choose one of: {fits}")
             fmt.check_shape((1, dim), name)
             object.__setattr__(self, name, fmt)
         object.__setattr__(self, "head_dim", head_dim)

@@ -1,1 +1,1 @@
-"""Model files on their way in: checked before anything in them is believed."""
+"""Loading model files of halfbyte and other libraries, which are untrusted: everything is checked before it is used."""

@@ -1,6 +1,6 @@
-"""A model folder opened: its tensors described, and the adapter that reads them.
+"""Open a model folder: describe its tensors and choose the adapter that reads them.
 
-Which adapter says the `quantization_config` of config.json, or a file next to it: hf_quant_config.json of modelopt,
+The adapter follows from the `quantization_config` of config.json, or a file next to it: hf_quant_config.json of modelopt,
 quantize_config.json of early GPTQ files.
 """
 
@@ -76,7 +76,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
-    """What reads a quantization_config code for code. Raises `Unsupported` for a method or an option of it that is not read."""
+    """The adapter of a quantization_config. Raises `Unsupported` for a method, or an option of it, without support."""
     method, (name, expanded) = config["quant_method"], _expanded(config)
     if expanded is not None:
         raise Unsupported(
@@ -105,11 +105,11 @@ def weight_from_tensors(
     """The weight of one linear layer of a checkpoint that the caller has read, code for code, on the CPU.
 
     quantization_config  of config.json, with its `quant_method`: every kind that loads from a folder
-    tensors              by their names below the layer ("qweight", "scales", ...), on any device; nothing keeps them. Of a shard,
-                         with the sizes of the shard
-    name                 the layer in errors
+    tensors              by their names below the layer ("qweight", "scales", ...), on any device; not kept. For a shard, with the
+                         sizes of the shard
+    name                 of the layer, for errors
 
-    Raises `Unsupported` for what is not read, and `CheckpointError` for tensors that do not fit the sizes or the configuration.
+    Raises `Unsupported` for unsupported kinds, `CheckpointError` for tensors that do not fit the sizes or the configuration.
     """
     check_sizes(out_features=out_features, in_features=in_features)
     if "quant_method" not in quantization_config:

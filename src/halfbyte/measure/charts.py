@@ -44,7 +44,7 @@ class Point:
 
 
 def check_installed() -> None:
-    """Raise `MissingPackage` where charts cannot be drawn: to be asked before something is measured for hours to be drawn."""
+    """Raise `MissingPackage` if charts cannot be drawn; call it before hours of measuring."""
     require("matplotlib", "a chart")
 
 

@@ -17,7 +17,7 @@ Key = tuple[str, ...]
 LEAST = 0.02
 #: A perplexity that moves by less is that of another order of sums.
 _ROUNDING = 1e-3
-#: Sizes in a record's shape that say how it ran or what came out, and not what was asked: a new plan changes them.
+#: Sizes in a record's shape that are results or choices of a plan, not part of the case.
 _FOUND = {"programs", "resident", "registers", "warps", "SMs", "launches", "splits", "stages", "tile", "rung"}
 
 
@@ -33,7 +33,7 @@ def key(r: Record) -> Key:
 
 
 def _asked(r: Record) -> dict[str, int]:
-    """The sizes of what was asked; contexts that fit, of the study of memory, are an answer."""
+    """The sizes of a case, without results such as the contexts that fit."""
     return {name: size for name, size in sorted(r.shape.items()) if name not in _FOUND and r.op != "memory"}
 
 

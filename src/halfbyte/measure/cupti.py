@@ -1,13 +1,12 @@
 """The kernels' own times: from CUPTI, NVIDIA's tracing library, which torch.profiler (Kineto) reads.
 
-They complement the times of graphs and replace none: they leave out what lies between kernels, which decoding pays for. To be
-taken after the samples of a case: tracing slows launches, and CUPTI may stay attached.
+They complement the times of graphs and do not replace them: they exclude the gaps between kernels, which decoding pays for. Trace
+after the samples of a case: tracing slows launches, and CUPTI may stay attached.
 
-What is traced is calls one by one, not the graph: graphs that were made before CUPTI was attached are traced or not as the driver
-pleases, and some versions crash over them; what cannot be captured is traced too; and kernels of one call can be separated from
-those of the next. Between calls lies a kernel that only marks: no call overlaps with another, whatever launches are allowed to.
-Where the launches of one call overlap (programmatic dependent launch), a kernel that starts early counts while it waits for the
-one ahead, so that the sum is more than the call takes.
+Single calls are traced, not the graph: whether graphs from before CUPTI was attached are traced depends on the driver, and some
+versions crash on them; calls that cannot be captured are traced too; and kernels of one call can be separated from those of the
+next. A marker kernel between calls keeps them from overlapping. Where the launches of one call overlap (programmatic dependent
+launch), a kernel that starts early counts while it waits for the one before, so that the sum exceeds the time of the call.
 """
 
 from __future__ import annotations

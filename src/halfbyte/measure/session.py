@@ -149,7 +149,7 @@ class Session:
 
     @property
     def no_kernel_times(self) -> str:
-        """Why the kernels' own times cannot be had, in words; "" where they can. To be asked after samples are taken."""
+        """Why the kernels' own times are not available; "" if they are. Call it after sampling."""
         return cupti.unavailable(self.device.torch) if self.device.kind == "cuda" else "there is no GPU here"
 
     def traced(self, works: Mapping[str, Work]) -> dict[str, cupti.Calls]:

@@ -50,7 +50,7 @@ class Options(NamedTuple):
 
 
 def _fitting(plan: CachePlan | str, model_config: Any) -> CachePlan:
-    """The plan, checked against the model. Raises `Unsupported` for formats and tokens that do not live in a page."""
+    """The plan, checked against the model. Raises `Unsupported` for formats and tokens that cannot be stored in pages."""
     from halfbyte.hf.model_support import model_sizes
 
     plan = read_plan(plan)
