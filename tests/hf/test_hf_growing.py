@@ -7,6 +7,7 @@ import torch
 from test_hf_recovery import feed
 
 import halfbyte.hf as hf
+from halfbyte.errors import InvalidArgument
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,20 @@ def test_new_tokens_alone_behind_a_full_cache(build, prompt):
                 model.generate(prompt(1, 4, 1), attention_mask=mask, max_new_tokens=50, past_key_values=cache, do_sample=False)
             )
     assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 20, 25])
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("loop", [{}, {"custom_generate": hf.generate}], ids=["theirs", "ours"])
+def test_another_text_needs_an_empty_cache(build, prompt, tokens, padding, loop):
+    """transformers cuts off as many tokens as the cache holds, from the wrong end where there are fewer."""
+    model = hf.quantize(build("llama"), keys="int8", values="int8")
+    cache, ids = hf.PackedCache(model, 64, keys="int8", values="int8"), prompt(2, tokens, 3)
+    feed(model, prompt(2, 25), cache, (25,))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "past_key_values": cache, **loop}
+    with pytest.raises(InvalidArgument, match=rf"holds 25 tokens, and the text .* has {tokens}: .* reset\(\)"):
+        model.generate(ids, **options)
+    cache.reset()
+    model.generate(ids, **options)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
-from halfbyte.errors import CheckpointError, Unsupported, warn_once
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import KeptOptions
@@ -72,7 +72,10 @@ class DefaultCache(StandIn):
         given = model_kwargs.get(CACHE)
         given = getattr(given, "self_attention_cache", given)
         if isinstance(given, PackedCache):
-            given.grow(longest + _behind(generation_config, given))
+            held = int(given.get_seq_length())  # waits for a GPU, once a call
+            if held and not getattr(self.model.config, "is_encoder_decoder", False):
+                _check_goes_on(held, generation_config, model_kwargs.get("attention_mask"))
+            given.grow(longest + _behind(generation_config, held))
             _begin(given, generation_config, model_kwargs, mode)
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get(CACHE) is None and self.model.config._attn_implementation == NAME
@@ -155,9 +158,21 @@ class LeftPadding(StandIn):
         return inputs, name, {**model_kwargs, **moved, **({name: inputs} if name in model_kwargs else {})}
 
 
-def _behind(generation_config: Any, cache: PackedCache) -> int:
+def _check_goes_on(held: int, generation_config: Any, mask: torch.Tensor | None) -> None:
+    """Raise for a text that ends within the `held` tokens: transformers would feed some end of it behind them.
+
+    It drops a mask without padding, and keeps its length.
+    """
+    columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+    if columns is not None and columns <= held:
+        raise InvalidArgument(
+            f"past_key_values holds {held} tokens, and the text with its attention_mask has {columns}: pass the whole text, or its "
+            f"new tokens with an attention_mask of all; for another text, call reset() on the cache first"
+        )
+
+
+def _behind(generation_config: Any, held: int) -> int:
     """Tokens held that the longest answer does not count: all, where the prompt is only what is new."""
-    held = int(cache.get_seq_length())  # waits for a GPU, once a call
     new = getattr(generation_config, "max_new_tokens", None)
     return held if new is not None and generation_config.max_length - new <= held else 0
 
