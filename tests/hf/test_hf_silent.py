@@ -333,6 +333,16 @@ def test_right_padding_is_moved_to_the_left(build, prompt, greedy):
         torch.testing.assert_close(logits[row], single[0], rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("shape", [(3, 30), (1, 30), (30,)])
+def test_positions_are_moved_with_their_tokens(build, prompt, shape):
+    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt(3, 30)
+    mask = torch.ones_like(ids)
+    mask[0, -9:] = mask[1, -4:] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    positions = torch.arange(30).expand(shape)
+    assert torch.equal(model.generate(ids, position_ids=positions, **options), model.generate(ids, **options))
+
+
 def test_a_batched_pipeline(shipped):
     """Pipelines pad with the tokenizer's padding_side, which is the right by default."""
     model, tokenizer = copy.deepcopy(shipped[0]), shipped[1]

@@ -132,7 +132,7 @@ class NoContinuousBatching(StandIn):
 
 
 #: What `generate()` passes along with one entry a token.
-_BY_TOKEN = ("attention_mask", "token_type_ids")
+_BY_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids")
 
 
 class LeftPadding(StandIn):
@@ -153,9 +153,15 @@ class LeftPadding(StandIn):
         behind = mask.shape[1] - 1 - (columns * mask.bool()).amax(1)  # columns after the last token of a row
         source = (columns - behind[:, None]) % mask.shape[1]
         given = {x: model_kwargs.get(x) for x in _BY_TOKEN}
-        moved = {x: t.gather(1, source) for x, t in given.items() if t is not None}
+        moved = {x: _moved(t, source) for x, t in given.items() if t is not None and t.shape[-1] == mask.shape[1]}
         inputs = inputs[torch.arange(mask.shape[0], device=mask.device)[:, None], source]
         return inputs, name, {**model_kwargs, **moved, **({name: inputs} if name in model_kwargs else {})}
+
+
+def _moved(t: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Columns `source` [B, T] of t [..., B, T], or of a row [..., 1, T] or [T] that all sequences share."""
+    shape = (*t.shape[:-2], *source.shape)
+    return t.expand(shape).gather(-1, source.expand(shape))
 
 
 def _check_goes_on(held: int, generation_config: Any, mask: torch.Tensor | None) -> None:
