@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from vocabulary import INSTEAD
+from vocabulary import INSTEAD, NEIGHBORS, SPELLING
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -18,8 +18,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from docgen.markup import by_hand  # noqa: E402
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-#: How often src/ still uses a word: the names that records, and commands and modules of before, have on disk and in scripts.
-LEFT_IN_SRC: dict[str, int] = {r"peers?": 2, r"planes?": 3}
+#: How often src/ still uses a word: the names that records, and commands and modules of before, have on disk and in scripts; and
+#: spelling in files that kernels are compiled from, to be corrected when they change anyway.
+LEFT_IN_SRC: dict[str, int] = {r"peers?": 2, r"planes?": 3, SPELLING: 7, NEIGHBORS: 30}
 
 
 def uses(text: str) -> list[tuple[str, str]]:

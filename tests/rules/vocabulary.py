@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SPELLING = r"(normal|synchron|vector|special)is(e|es|ed|er|ing|ation)"
+NEIGHBORS = r"neighbour(s|ing)?|colours?|licences?"
 #: Pattern (whole words, any case) -> what to write. Code in backquotes and code blocks are not prose.
 INSTEAD: dict[str, str] = {
     r"warp-group products?": "wgmma",
@@ -35,4 +37,6 @@ INSTEAD: dict[str, str] = {
     r"bars? (met|missed)|meets? (its|their) bars?": "target",
     r"quantis(e|es|ed|er|ers|ing|ation)": "quantize",
     r"dequantis(e|es|ed|er|ing|ation)": "dequantize",
+    SPELLING: "normalize, synchronize, vectorize, specialize",
+    NEIGHBORS: "neighbor, color, license",
 }
