@@ -47,6 +47,9 @@ def same(model, other):
         {"weights": "nf4", "skip_modules": ("lm_head", "o_proj")},
         {"values": "int4_g32"},
         {"values": "int4", "rotate_values": True},
+        {"weights": "int4_g32", "keys": "int4", "rotate_keys": False},
+        {"weights": "int8_col", "rotate_keys": False},
+        {"rotate_keys": False, "lm_head": "int8_col"},
         {},
     ],
 )
@@ -112,7 +115,10 @@ def test_one_layer_at_a_time_is_in_16_bits(build, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"weights": "nf4", "rotate_values": True}, Unsupported, "before they are quantized"),
+        ({"weights": "nf4", "rotate_values": True}, Unsupported, "changes 16-bit weights"),
+        ({"rotate_values": True}, Unsupported, "changes 16-bit weights"),
+        ({"weights": "nf4", "sink_tokens": 4}, InvalidArgument, "about the KV cache"),
+        ({"lm_head": "int8_col", "recent_tokens": 4}, InvalidArgument, "about the KV cache"),
         ({"key": "int8"}, InvalidArgument, "key: no such option"),
         ({"weights": "int4_g96"}, InvalidArgument, "int4_g96"),
         ({"weights": "int4_g128"}, InvalidArgument, "128"),

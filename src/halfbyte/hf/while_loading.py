@@ -28,6 +28,8 @@ _BY_LAYER = ("weights", "clip", "skip_modules")
 _AFTER = ("lm_head", "clip")
 #: Options that name formats of the cache.
 _CACHE = ("keys", "values", "plan")
+#: Options that say more about the cache.
+_OF_CACHE = ("rotate_keys", "sink_tokens", "recent_tokens", "skip_layers")
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
@@ -42,15 +44,16 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
             options = {**options, "weights": WEIGHTS, "clip": CLIP, "keys": KEYS, "values": VALUES}
         weights, self.clip, lm_head = (options.get(name) for name in ("weights", "clip", "lm_head"))
         self.rest = {name: given for name, given in options.items() if name not in (*_BY_LAYER, *_AFTER) and given}
+        cached = any(name in self.rest for name in _CACHE)
+        if cached and options.get("rotate_keys") is False:  # None is another answer
+            self.rest["rotate_keys"] = False
         self.after: dict[str, Any] = {name: options.get(name) for name in _AFTER} if lm_head is not None else {}
         check(
-            weights is None or any(name in self.rest for name in _CACHE) or not {"rotate_keys", "skip_layers"} & self.rest.keys(),
-            "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well",
+            cached or (weights or lm_head) is None or not {*_OF_CACHE} & self.rest.keys(),
+            f"{', '.join(_OF_CACHE)} are about the KV cache; name keys= or values= as well",
         )
-        if weights is not None and "rotate_values" in self.rest:
-            raise Unsupported(
-                "rotate_values changes weights before they are quantized; load the model, then call halfbyte.hf.quantize"
-            )
+        if "rotate_values" in self.rest and (weights is not None or not cached):
+            raise Unsupported("rotate_values changes 16-bit weights; load the model without, then call halfbyte.hf.quantize")
         check(self.clip is None or (weights or lm_head) is not None, f"clip={self.clip!r} is about weights; name weights= as well")
         if (weights or lm_head) is not None and ranks_of(model) > 1:
             raise Unsupported(
