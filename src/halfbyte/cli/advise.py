@@ -31,7 +31,7 @@ def advise(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     context: Annotated[
-        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, as 8192 or 128K.")
+        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, such as 8192 or 128K.")
     ] = 8192,
     weights: Annotated[
         str | None, typer.Option(help="The only weight format to consider; default: several, or the folder's own.")

@@ -43,7 +43,7 @@ def bench_decode(
     batch: Annotated[str, typer.Option(help="Batch sizes; without any size option the default cases run.")] = "",
     heads: Annotated[str, typer.Option(help="Query heads / KV heads, such as 32/8,8/1.")] = "",
     dim: Annotated[str, typer.Option(help="Head dims.")] = "",
-    context: Annotated[str, typer.Option(help="Tokens in the cache, as 8192,128K.")] = "",
+    context: Annotated[str, typer.Option(help="Tokens in the cache, such as 8192,128K.")] = "",
     formats: Formats = "",
     impl: Impls = "",
     bars: Bars = False,

@@ -29,7 +29,7 @@ def bench_model(
     context: Annotated[
         int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each prompt, which are random.")
     ] = 256,
-    new: Annotated[int, typer.Option(min=2, help="Tokens generated behind it.")] = 32,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 32,
     weights: Annotated[str, typer.Option(help="Format of the linear layers' weights.")] = settings.WEIGHTS,
     lm_head: LmHead = "bf16",
     keys: Keys = settings.KEYS,

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def calibrate(
     model: Model,
     bits: Annotated[str, typer.Option(help="Size of the cache in bits per element, scales included; several make a plan each.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; several get their size in the name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; several get their size in the file name.")],
     text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text like the model's own; default: the shipped held-out text.")
+        Path | None, typer.Option(help="A UTF-8 text that resembles the model's inputs; default: the shipped held-out text.")
     ] = None,
     formats: Annotated[str, typer.Option(help="Formats to choose from, separated by commas; default: all that fit.")] = "",
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 4,

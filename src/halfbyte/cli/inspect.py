@@ -60,7 +60,7 @@ def memory(
     model: Model,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     context: Annotated[
-        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, as 8192 or 128K.")
+        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, such as 8192 or 128K.")
     ] = 8192,
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = settings.KEYS,
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = settings.VALUES,

@@ -53,7 +53,7 @@ def demo(
     html: Annotated[Path, typer.Option("--html", "--report", help="The HTML page to write.")] = Path("halfbyte-report.html"),
     output: Output = None,
     quick: Annotated[bool, typer.Option("--quick", help="A quarter of the text, and no variants with outliers.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a form that tries formats.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a playground for formats.")] = False,
     port: Annotated[int, typer.Option(help="With --serve: the port on 127.0.0.1; 0: any free one.")] = 0,
     device: Where = None,
     wide: Wide = False,
@@ -105,7 +105,7 @@ def evaluate(
     lm_head: LmHead = "bf16",
     rotate_values: Annotated[
         bool,
-        typer.Option("--rotate-values", help="Hadamard-rotate values: by v_proj and o_proj or, where these cannot, by the cache."),
+        typer.Option("--rotate-values", help="Hadamard-rotate values: folded into v_proj and o_proj, or else in the cache."),
     ] = False,
     clip: Clip = None,
     plan: Plan = None,
@@ -119,7 +119,7 @@ def evaluate(
         typer.Option(
             parser=token_count,
             metavar="TOKENS",
-            help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.",
+            help="Also evaluate contexts of this many tokens: retrieval, and how long texts equal the 16-bit ones.",
         ),
     ] = None,
     dtype: Dtype = settings.HALVES[0],
@@ -274,9 +274,9 @@ def quantize(
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
-    MODEL quantizes 16-bit weights: to --weights FORMAT, --lm-head FORMAT or both, else as hf.quantize(model) does. --from DIR
-    converts a checkpoint of another library (docs/guides/checkpoints.md), whose lm_head may still be quantized; there the default
-    of --dtype is what the files have, else bf16.
+    With MODEL, 16-bit weights are quantized to --weights, --lm-head or both; without either, as by hf.quantize(model). With --from
+    DIR, a checkpoint of another library is converted (docs/guides/checkpoints.md); --lm-head may then quantize its output layer,
+    and --dtype defaults to the type in the files. Otherwise it defaults to bf16.
     """
     import torch
 

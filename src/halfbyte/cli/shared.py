@@ -89,7 +89,7 @@ Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N
 LmHead = Annotated[str, typer.Option(help="Format of the output layer's weights; bf16 leaves them unquantized.")]
 SinkTokens = Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")]
 RecentTokens = Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")]
-Wide = Annotated[bool, typer.Option("--wide", help="Tables with all columns, on lines as long as they need.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Tables with all columns, on lines of any length.")]
 
 
 def human_bytes(value: float) -> str:

@@ -1,8 +1,8 @@
-"""`halfbyte demo --serve`: the report with a form that tries formats, on a server of this machine alone.
+"""`halfbyte demo --serve`: the report with a playground for formats, on a local server.
 
-The page sends formats and a prompt to /try and reads one JSON object a line, as they are made: bytes, the text of both models piece
-by piece, speed, quality. The server listens on 127.0.0.1; a page of another site can neither read it nor make it work, because
-requests must name this host and come as JSON.
+The page posts formats and a prompt to /try and streams one JSON object a line: bytes, the text of both models as it comes, speed,
+quality. The server listens on 127.0.0.1; pages of other sites can neither read it nor trigger work, because requests must name this
+host and come as JSON.
 """
 
 from __future__ import annotations
