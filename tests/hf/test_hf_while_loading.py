@@ -118,6 +118,7 @@ def test_one_layer_at_a_time_is_in_16_bits(build, tmp_path, monkeypatch):
         ({"weights": "nf4", "rotate_values": True}, Unsupported, "changes 16-bit weights"),
         ({"rotate_values": True}, Unsupported, "changes 16-bit weights"),
         ({"weights": "nf4", "sink_tokens": 4}, InvalidArgument, "about the KV cache"),
+        ({"weights": "nf4", "lm_head": "int8_col", "skip_modules": ("lm_head",)}, InvalidArgument, "name it once"),
         ({"lm_head": "int8_col", "recent_tokens": 4}, InvalidArgument, "about the KV cache"),
         ({"key": "int8"}, InvalidArgument, "key: no such option"),
         ({"weights": "int4_g96"}, InvalidArgument, "int4_g96"),

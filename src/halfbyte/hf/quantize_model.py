@@ -19,7 +19,7 @@ from halfbyte.hf.layer_options import layer_formats, layer_rotations, layer_wind
 from halfbyte.hf.model_support import check_model_support, half_type, inner_model, model_sizes, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
 from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of, unfolded
-from halfbyte.hf.weights import find_lm_head, is_skipped, quantize_modules, select
+from halfbyte.hf.weights import find_lm_head, quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
@@ -113,9 +113,7 @@ def quantize(
 def _check_weights_are_plain(model: Any, weights: str | None, lm_head: str | None, skip_modules: Iterable[str]) -> None:
     """Raise for a model whose weights are quantized, unless halfbyte quantized a part of them (gpt-oss) and the rest is left."""
     if lm_head is not None:
-        head = find_lm_head(model, weight_format(lm_head))
-        skipped = [name for name in head if is_skipped(name, skip_modules)]
-        check(not skipped, f"lm_head={lm_head!r} quantizes what skip_modules leaves in 16 bits ({skipped}); name it once")
+        find_lm_head(model, weight_format(lm_head), skip_modules)
     if not _held_quantizer(model) or weights is lm_head is None:
         return
     own = isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig)

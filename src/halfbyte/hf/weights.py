@@ -177,8 +177,8 @@ def quantize_modules(
     return {name: fmt.name for name, (_, fmt) in asked.items()}
 
 
-def find_lm_head(model: Any, fmt: Format) -> dict[str, Target]:
-    """Name -> weight of the output layer; raises where it is none that `fmt` can replace."""
+def find_lm_head(model: Any, fmt: Format, skip_modules: Iterable[str] = ()) -> dict[str, Target]:
+    """Name -> weight of the output layer; raises where it is none that `fmt` can replace, or one that `skip_modules` leaves."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head, family, asked = find(), type(model).__name__, f"lm_head={fmt.name!r}"
     if isinstance(head, QuantLayer):
@@ -188,6 +188,8 @@ def find_lm_head(model: Any, fmt: Format) -> dict[str, Target]:
         raise Unsupported(f"{asked}: {family} has no single linear output layer (get_output_embeddings)")
     for name, target in found.items():
         fmt.check_shape(target.shape, f"lm_head: {name}.weight {list(target.shape)}")
+    skipped = [name for name in found if is_skipped(name, skip_modules)]
+    check(not skipped, f"{asked} quantizes what skip_modules leaves in 16 bits ({skipped}); name it once")
     both = {id(head.weight), id(model.get_input_embeddings().weight)}  # one, or, before the weights are read, two
     shares = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in both}
     ties = (getattr(model, "all_tied_weights_keys", None) or {}).items()

@@ -74,7 +74,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
             check_fits(self.targets, self.format)
         if lm_head is not None:
             check_clip(self.clip, fmt := weight_format(lm_head))
-            find_lm_head(model, fmt)
+            find_lm_head(model, fmt, options.get("skip_modules", ()))
         if self.rest or weights is lm_head is None:
             quantize(self._rehearsal(model), **self.rest)
 
