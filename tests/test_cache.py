@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from halfbyte.cache import KVCache
 from halfbyte.cache_options import CacheOptions
+from halfbyte.device import H200
 from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.paging import PagedKVCache
+from halfbyte.plans.explain import explanation
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables
@@ -880,6 +882,8 @@ def test_what_a_cache_says_of_itself() -> None:
 @pytest.mark.parametrize(("formats", "per_head"), [("int8", 66), ("int8_tensor", 64), ("fp16", 128)])
 def test_bytes_of_a_token_are_its_codes_and_scales(formats: str, per_head: int) -> None:
     assert KVCache(2, 3, 64, 64, keys=formats, values=formats).bytes_per_token == 2 * 3 * per_head
+    facts = explanation(2, 6, 3, 64, 64, 1, formats, formats, 0, "bf16", False, H200)
+    assert facts["bytes"].startswith(f"{2 * per_head} a token and KV head, ")
 
 
 def test_a_number_of_copies_is_an_int32() -> None:

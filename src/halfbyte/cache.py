@@ -174,11 +174,7 @@ class KVCache:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of one token of one sequence, scales and offsets included, tails not."""
-        block = self.keys.format.token_block or 1
-        one = (1, self.kv_heads, block)
-        scaled = [f for f in (self.keys.format, self.values.format) if f.granularity == "tensor"]
-        total = self.keys.format.nbytes((*one, self.head_dim)) + self.values.format.nbytes((*one, self.value_dim))
-        return (total - 2 * len(scaled)) / block
+        return sum(side.format.token_bytes(self.kv_heads, side.dim) for side in (self.keys, self.values))
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer, for marking addresses as static or moving memory."""

@@ -49,6 +49,16 @@ def test_every_layer_reads_its_own_formats(build, prompt):
     assert cache.bytes_per_token == mean
 
 
+@pytest.mark.parametrize(("keys", "values"), [("int8_tensor", "fp8_tensor"), ("int4_channel", "int4"), ("int8_token", "int8")])
+def test_bytes_of_a_token_are_those_of_the_layers(build, prompt, keys, values):
+    """A scale of the whole tensor is no token's."""
+    model = hf.quantize(build("llama"), keys=keys, values=values)
+    cache = hf.PackedCache(model, 64, keys=keys, values=values)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache, use_cache=True)
+    assert cache.bytes_per_token == sum(layer.kv.bytes_per_token for layer in cache.packed)
+
+
 def test_a_plan_is_its_formats(build, prompt, greedy, tmp_path):
     model, ids = build("llama"), prompt()
     path = plan_for(model).write(tmp_path / "plan.json")

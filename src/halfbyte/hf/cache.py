@@ -236,6 +236,4 @@ def check_attention(model_or_config: Any) -> None:
 def _token_bytes(config: Any, k: Format, v: Format) -> float:
     """Bytes one token of one sequence takes in one layer, by the configuration."""
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    key_dim, value_dim = head_dims(config)
-    shape = (1, heads, BUCKET)
-    return (k.nbytes((*shape, key_dim)) + v.nbytes((*shape, value_dim))) / BUCKET
+    return sum(fmt.token_bytes(heads, dim) for fmt, dim in zip((k, v), head_dims(config), strict=True))

@@ -62,7 +62,7 @@ def explanation(
     p = replace(p, sink_tokens=window[0], recent_tokens=window[1])
     facts = _described(gpu)
     facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
-    per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
+    per_token = k.token_bytes(1, dim) + v.token_bytes(1, dim)
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
     if sum(window):
         exact = 4 * dim * sum(window) * batch * kv_heads
