@@ -111,6 +111,14 @@ def test_weights_that_are_quantized_already_are_told(tmp_path: Path) -> None:
     assert not any("already" in note for note in estimate(str(tmp_path), weights="int8_col").notes)
 
 
+def test_a_folder_with_settings_of_a_cache_alone_has_16_bit_weights(tmp_path: Path) -> None:
+    model = halfbyte.hf.load(shipped_model())
+    path = str(halfbyte.hf.save(halfbyte.hf.quantize(model, keys="int8", values="int8"), tmp_path / "model"))
+    found = estimate(path, weights="nf4")
+    assert found.notes == estimate(path).notes == ()
+    assert (found.weight_bytes, found.weights) == (estimate("demo", weights="nf4").weight_bytes, "nf4")
+
+
 def test_the_shipped_model() -> None:
     assert shipped_model().name == "tiny"
     found = estimate("demo", keys="int8", values="int8", weights="nf4")

@@ -312,15 +312,16 @@ def stored_weights(config: Any) -> Stored | None:
         return None
     found = config.quantization_config
     made = HalfbyteConfig(**found) if isinstance(found, dict) else found
-    formats = {name: weight_format(fmt) for name, fmt in made.modules.items()}
-    return Stored(formats, tuple(made.act_order)) if formats else None
+    return Stored({name: weight_format(fmt) for name, fmt in made.modules.items()}, tuple(made.act_order))
 
 
 def quant_method(config: Any) -> str | None:
-    """How the weights of the model's files are quantized already, if they are."""
+    """How the weights of the model's files are quantized already, if they are; halfbyte may have settings of a cache alone."""
+    from halfbyte.checkpoints.adapters import OWN
+
     found = getattr(config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    return None if method is None else str(method)
+    method, modules = (found.get(n) if isinstance(found, dict) else getattr(found, n, None) for n in ("quant_method", "modules"))
+    return None if method is None or (method == OWN and not modules) else str(method)
 
 
 def expected_weights(config: Any) -> str | None:
