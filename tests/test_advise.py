@@ -98,6 +98,14 @@ def test_a_step_reads_no_more_than_the_window(tmp_path: Path) -> None:
     assert plain.step_bytes == plain.weight_bytes + per_token * 2 * (512 + 64)  # its embedding is tied
 
 
+def test_the_windows_of_a_hybrid_are_those_of_its_attention(tmp_path: Path) -> None:
+    """Layers without keys and values are numbered, too."""
+    kinds = ["conv", "conv", "sliding_attention", "full_attention"]
+    model = folder(tmp_path, "lfm2", layer_types=kinds, sliding_window=64, full_attn_idxs=None)
+    plain = advise(model, gpu="h100", context=512).choices[0]
+    assert plain.step_bytes == plain.weight_bytes + 2 * 2 * 2 * 32 * (512 + 64)  # its embedding is tied
+
+
 def test_a_step_reads_the_experts_that_are_hit(tmp_path: Path) -> None:
     model = folder(tmp_path, "mixtral", num_local_experts=8, num_experts_per_tok=2)
     experts = 4 * 8 * 3 * 128 * 256 * 2  # bytes of all stacks

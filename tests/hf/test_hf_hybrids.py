@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
 from families import tiny_model
+from rich.console import Console
 from rounded_cache import rounded_cache
 from test_hf_families import CLOSE, greedy
 from tiny_models import VOCAB
@@ -16,6 +18,10 @@ from torch._dynamo.testing import CompileCounter
 import halfbyte.hf as hf
 from halfbyte import memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
+from halfbyte.evals.advice import advise
+from halfbyte.evals.card import Suite, measure
+from halfbyte.evals.model import agreement
+from halfbyte.evals.text import ByteTokenizer
 from halfbyte.hf import model_support
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
 
@@ -186,6 +192,22 @@ def test_estimates_count_layers_with_keys_and_values(tmp_path):
     assert found.kv_layers == 1
     assert found.kv_bytes_per_token == hf.PackedCache(packed("qwen3_next"), 64, values="int8").bytes_per_token
     assert any("states of 1 recurrent" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_an_evaluation_is_checked_against_transformers(family):
+    """Only keys and values are rounded, in layers that have some."""
+    assert agreement(packed(family, keys="bf16", values="bf16"), prompts(), 6) == (12, 12)
+
+
+def test_a_card_and_advice(tmp_path):
+    """Sizes of a card are those of any model; only a plan has formats for every layer."""
+    model = packed("qwen3_next", keys="bf16", values="bf16")
+    model.config.save_pretrained(tmp_path)
+    made = measure(model, ByteTokenizer(), Suite("a", "text", [], prompts(), 16, 0), Console(file=io.StringIO()))
+    found = advise(str(tmp_path), gpu="24GB", card=made)
+    assert found.card == "a"
+    assert all(c.evidence is not None for c in found.choices if c.weights == "bf16")
 
 
 @pytest.mark.parametrize("family", ["bamba", "jamba", "zamba"])

@@ -224,9 +224,10 @@ class _Sizes:
 
     def _read(self, cache: CacheSizes) -> int:
         """Bytes of the cache that a step reads, layer by layer."""
-        from halfbyte.hf.model_support import layer_window
+        from halfbyte.hf.model_support import ATTENTION, layer_types, layer_window
 
-        windows = (layer_window(self.text, i) or self.context for i in range(len(cache.formats)))
+        holding = [i for i, kind in enumerate(layer_types(self.text)) if kind in ATTENTION]
+        windows = (layer_window(self.text, i) or self.context for i in holding)
         return sum(
             replace(cache, formats=(formats,)).nbytes(self.batch, min(window, self.context))
             for formats, window in zip(cache.formats, windows, strict=True)

@@ -24,7 +24,6 @@ from rich.console import Console
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, check, require
-from halfbyte.evals.calibrate import sizes_of
 from halfbyte.evals.choices import SAFE, WEIGHTS, caches, is_safe
 from halfbyte.evals.long_context import LongContext, Tasks, run_long_context
 from halfbyte.evals.model import agreement
@@ -81,7 +80,7 @@ class Card:
 
     def matches(self, config: Any) -> bool:
         """Whether a configuration, or a model, has the sizes of this card's model."""
-        return self.sizes == sizes_of(config)
+        return self.sizes == _sizes(config)
 
     @property
     def dtype(self) -> str:
@@ -131,6 +130,12 @@ class Card:
         lines.append(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention.")
         lines.append(f"{made.get('device', '')}; {versions}; {str(made.get('date', ''))[:10]}. `{made.get('command', '')}`")
         return "\n\n".join(lines) + "\n"
+
+
+def _sizes(model_or_config: Any) -> ModelSizes:
+    from halfbyte.hf.model_support import card_sizes, text_config
+
+    return card_sizes(text_config(model_or_config))
 
 
 QUALITY = ("formats", "perplexity", "change %", "KL mean", "safe", "top-1 %", "KV B/token", "weights MB")
@@ -242,7 +247,7 @@ def measure(loaded: Any, tokenizer: Tokenizer, suite: Suite, console: Console) -
         results[setting]["lm_eval"] = lm_eval_results(loaded, suite.model, setting, suite.tasks)
     return Card(
         suite.model,
-        sizes_of(loaded),
+        _sizes(loaded),
         suite.text,
         (suite.windows.shape[0], suite.windows.shape[1]),
         suite.chunk,

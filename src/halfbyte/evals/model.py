@@ -134,14 +134,19 @@ def _own_attention(model: Any) -> Iterator[None]:
 
 
 def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
-    """transformers' own growing cache, its contents rounded to `dtype` but in the model's own.
+    """transformers' own growing cache, its keys and values rounded to `dtype` but in the model's own; states are as they are.
 
     A chunk of more than `DECODE_QUERIES` tokens sees itself exactly and is rounded for those after it, as ours does.
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, cache_utils
     from transformers.cache_utils import DynamicLayer
 
     from halfbyte.hf.attention import DECODE_QUERIES
+    from halfbyte.hf.cache_layers import EmptyLayer, StateLayer
+    from halfbyte.hf.model_support import ATTENTION, STATES, layer_types, text_config
+
+    config = text_config(model)
+    both: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", object)
 
     class Rounded(DynamicLayer):  # type: ignore[misc]
         def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,6 +159,14 @@ def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
                 return self.keys, self.values
             return torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
 
+    class RoundedHybrid(Rounded, both):  # type: ignore[misc]
+        """Of a layer that has a state as well."""
+
+    def layer(kind: str) -> Any:
+        if kind not in STATES:
+            return Rounded() if kind in ATTENTION else EmptyLayer()
+        return (RoundedHybrid if kind in ATTENTION else StateLayer)(number_of_states=getattr(config, "number_of_conv_states", 1))
+
     cache = DynamicCache()
-    cache.layers = [Rounded() for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)]
+    cache.layers = [layer(kind) for kind in layer_types(config)]
     return cache

@@ -237,6 +237,11 @@ def model_sizes(config: Any) -> ModelSizes:
     """What a cache plan must have in common with the model of this configuration; raises where some layers have no cache."""
     if set(layer_types(config)) - {*ATTENTION}:
         raise Unsupported(f"a cache plan has formats for every layer, and some of {config.model_type} have no keys and values")
+    return card_sizes(config)
+
+
+def card_sizes(config: Any) -> ModelSizes:
+    """What an evidence card must have in common with the model of this configuration, whatever its layers are."""
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     return ModelSizes(str(config.model_type), int(config.num_hidden_layers), heads, *head_dims(config), int(config.hidden_size))
 
