@@ -235,6 +235,10 @@ def test_decode_measures_every_contender() -> None:
     # int8: 64 codes and a 2-byte scale for each of 2 x 96 keys and values, and q and out in 16 bits.
     assert measured[2].nbytes == 2 * 2 * 96 * (64 + 2) + 2 * 2 * 4 * 64
     assert measured[0].nbytes == 2 * 2 * 96 * 64 * 2 + 2 * 2 * 4 * 64
+    # The tail of per-channel keys is empty behind whole blocks: an offset and a scale for each dim of 32 tokens.
+    (case,) = decode.cases(s, [decode.DecodeShape(1, 4, 2, 64, 96)], ["int8_channel+int8"])
+    (ours,) = [c for c in case.candidates() if c.formats == "int8_channel+int8"]
+    assert ours.nbytes == 2 * 96 * (64 + 64 + 2) + 2 * 3 * 64 * 2 + 2 * 2 * 4 * 64
 
 
 def test_linear_measures_every_contender() -> None:
