@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
 import halfbyte.hf as hf
 from halfbyte import cli
@@ -146,6 +146,29 @@ def test_bytes_of_a_step() -> None:
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * head
     assert bytes_read(model, steps, "bf16", "bf16", 2) == weights - lookup + 3 * 64 * token * 4
     assert bytes_read(model, steps, "bf16", "bf16") == weights - lookup + 3 * 64 * token * 2
+
+
+@pytest.mark.parametrize("weights", [None, "int8_col"])
+def test_bytes_of_a_step_of_a_mixture_with_windows(weights: str | None) -> None:
+    """Of 4 experts a token uses 2, so 2 sequences use 3 of them on average; two of four layers see 32 tokens."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = GptOssConfig(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        vocab_size=96,
+        sliding_window=32,
+        layer_types=kinds,
+        **sizes,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if weights is not None:
+        hf.quantize(model, weights=weights)
+    whole = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - 96 * 64 * 2
+    experts = 4 * 4 * 3 * 64 * (64 * 2 if weights is None else 64) + (0 if weights is None else 4 * 4 * 3 * 64 * 2)
+    cache = 2 * 2 * (32 + 128) * 2 * (2 * 32 * 2)
+    assert bytes_read(model, Steps(2, 128, 2), "bf16", "bf16") == whole - experts // 4 + cache
 
 
 @pytest.mark.parametrize(

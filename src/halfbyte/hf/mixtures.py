@@ -56,6 +56,20 @@ def stack_shape(module: Any, name: str) -> Shape:
     return (experts, *(reversed(matrix) if layout(module).is_transposed else matrix))
 
 
+def expert_stacks(model: nn.Module) -> list[Any]:
+    """The weights of all mixtures of a model: stacks [experts, ...], or `QuantExperts`."""
+    return [getattr(module, name) for module in model.modules() for name in projections(module) or ()]
+
+
+def unread_experts(config: Any, experts: int, sequences: int) -> float:
+    """Expected share of so many experts that a decode step does not read, if all are used equally often.
+
+    0 where the configuration does not say how many of them a token uses.
+    """
+    used = getattr(config, "num_experts_per_tok", None)
+    return (1 - used / experts) ** sequences if isinstance(used, int) and experts else 0.0
+
+
 def quantize_stack(module: Any, name: str, experts: int, fmt: Format, clip: str | None) -> QuantExperts:
     """One projection of a mixture, quantized; gate and up rows alternate."""
 

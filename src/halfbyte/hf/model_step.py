@@ -31,7 +31,8 @@ from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load as load_folder
 from halfbyte.hf.graph_generate import generate
 from halfbyte.hf.layer_options import layer_formats
-from halfbyte.hf.model_support import half_type, text_config
+from halfbyte.hf.mixtures import expert_stacks, unread_experts
+from halfbyte.hf.model_support import ATTENTION, half_type, layer_types, layer_window, text_config
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.recorded_step import kept_steps, release
 from halfbyte.hf.weights import check_fits, find_lm_head, select
@@ -281,12 +282,19 @@ def _record(shape: dict[str, int], formats: str, name: str, nbytes: int, where: 
 
 
 def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1) -> int:
-    """What a step reads: the weights, without embeddings that only look up a token, and the cache of the prompts."""
+    """What a step reads: the weights, without embeddings that only look up a token and, on average, experts that no token uses,
+    and the cache of the prompts; layers with a sliding window read no more of it than that."""
     weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     lookup = 0 if getattr(head, "weight", None) is embedding.weight else embedding.weight.nbytes
-    cache = PackedCache(model.config, steps.context, keys=keys, values=values)
-    return int(weights - lookup + steps.batch * steps.context * cache.bytes_per_token * wider)
+    config, unread = text_config(model), 0.0
+    for stack in expert_stacks(model):
+        held = stack.weight if isinstance(stack, QuantLayer) else stack
+        unread += held.nbytes * unread_experts(config, held.shape[0], steps.batch)
+    cache, holding = PackedCache(model.config, steps.context, keys=keys, values=values), layer_types(config)
+    windows = [layer_window(config, i) or steps.context for i, kind in enumerate(holding) if kind in ATTENTION]
+    tokens = sum(min(window, steps.context) for window in windows) / len(windows)
+    return int(weights - lookup - unread + steps.batch * tokens * cache.bytes_per_token * wider)
 
 
 def timed(model: Any, steps: Steps, way: Way) -> tuple[float, float]:
