@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +270,18 @@ def test_the_lines_run() -> None:
         model = space["model"]
         ids = torch.tensor([[100, 101, 102]])
         assert model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 5)
+
+
+def test_the_lines_replace_the_settings_of_a_folder(tmp_path: Path) -> None:
+    """A 16-bit cache is named where the folder would otherwise take its own."""
+    from halfbyte import hf
+
+    hf.save(hf.quantize(hf.load(shipped_model()), keys="int8", values="int8"), tmp_path / "own")
+    found = advise(str(tmp_path / "own"), gpu="h200")
+    space: dict[str, Any] = {}
+    exec(python_lines(found, found.choices[0]), space)
+    made = space["model"].generate(torch.tensor([[100]]), max_new_tokens=2, pad_token_id=0, return_dict_in_generate=True)
+    assert {(layer.key_format.name, layer.value_format.name) for layer in made.past_key_values.packed} == {("bf16", "bf16")}
 
 
 # ------------------------------------------------------------------------------------------------------------------ cards

@@ -66,8 +66,8 @@ class Choice:
 class Advice:
     """Every choice for a model, the one that is recommended (None: none is) and why.
 
-    is_quantized: the model's files are quantized already; card: the model whose evidence card was used, None without one; dtype:
-    the 16-bit type, which what is not quantized is called by.
+    is_quantized: the model's files are quantized already; has_cache: they have settings of a packed cache; card: the model whose
+    evidence card was used, None without one; dtype: the 16-bit type, which what is not quantized is called by.
     """
 
     model: str
@@ -82,6 +82,7 @@ class Advice:
     reason: str
     notes: tuple[str, ...]
     dtype: str = "bf16"
+    has_cache: bool = False
 
 
 def find_gpu(name: str | None) -> tuple[str, Datasheet]:
@@ -123,6 +124,8 @@ def advise(
     """
     for name, value in (("batch", batch), ("context", context)):
         check(0 < value < 2**31, f"{name}={value}; it must be above 0 and below 2^31")
+    from halfbyte.hf.default_cache import SAVED
+
     named, sheet = find_gpu(gpu)
     check_half(dtype)
     if weights is not None and weight_or_plain(weights) is None:
@@ -148,7 +151,8 @@ def advise(
     known = card.model if card is not None and any(c.evidence for c in found) else None
     if card is not None and known is not None and card.dtype != dtype:
         said = (*said, f"the evidence card was measured in {card.dtype}, not in {dtype}")
-    return Advice(model, named, sheet, batch, context, method is not None, known, found, recommended, reason, said, dtype)
+    facts = (method is not None, known, found, recommended, reason, said, dtype, hasattr(config, SAVED))
+    return Advice(model, named, sheet, batch, context, *facts)
 
 
 def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
@@ -252,8 +256,10 @@ class _Sizes:
 
     def _hit(self) -> float:
         """Expected share of the experts that a step uses; 1 where the configuration does not say how many a token uses."""
-        shapes, used = list(self._expert_shapes().values()), getattr(self.text, "num_experts_per_tok", None)
-        return 1.0 if not shapes or not isinstance(used, int) else 1 - (1 - used / shapes[0][0]) ** self.batch
+        from halfbyte.hf.mixtures import unread_experts
+
+        shapes = list(self._expert_shapes().values())
+        return 1 - unread_experts(self.text, shapes[0][0], self.batch) if shapes else 1.0
 
     def notes(self) -> list[str]:
         """What the figures assume."""
@@ -275,7 +281,8 @@ def _largest(left: int, nbytes: Callable[[int], int]) -> int:
 def python_lines(advice: Advice, choice: Choice) -> str:
     """The lines that load the model in the formats of a choice."""
     formats = {} if choice.weights == advice.dtype or advice.is_quantized else {"weights": choice.weights}
-    formats |= {} if choice.keys == choice.values == advice.dtype else {"keys": choice.keys, "values": choice.values}
+    if advice.has_cache or not choice.keys == choice.values == advice.dtype:
+        formats |= {"keys": choice.keys, "values": choice.values}
     name = "halfbyte.paths.shipped_model()" if advice.model in SHIPPED else repr(advice.model)
     given = ", ".join([name, *(f'{option}="{value}"' for option, value in formats.items())])
     return f"import torch, halfbyte\n\nmodel = halfbyte.hf.load({given}, dtype={plain_format(advice.dtype).code.dtype})"
