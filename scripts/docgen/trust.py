@@ -20,11 +20,13 @@ def programme_table() -> str:
 
 
 def version_table() -> str:
-    """A line for each corner of `make versions`, and what its last run says."""
+    """A line for each corner of `make versions`, and what the last run with its versions says."""
     lines = []
     for name, corner in of_tests("trust", "versions", "CORNERS").items():
         figure = ("not run", "", "")
-        if mine := _records(f"versions: {name}"):
+        wanted = {package: getattr(corner, package) for package in ("torch", "transformers", "triton")}
+        runs = [(r, r["environment"]["versions"]) for r in _records(f"versions: {name}")]
+        if mine := [r for r, found in runs if all(found[p].split("+")[0] == version for p, version in wanted.items())]:
             last, files = mine[-1], len(mine[-1]["tests"])
             part = "" if last["tests"] == ["tests"] else f" in {files} of the suite's files"
             figure = f"{last['count']:,}{part}", str(len(last["failures"])), _where(last["environment"])

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import NO_END
 from torch.testing import assert_close
 
 import halfbyte.hf as hf
@@ -25,7 +24,7 @@ def drafts(source, build, family):
     """Options of generate(). The assistant is the model itself with a 16-bit cache, so it is right now and then, not always."""
     if source == "assistant":
         return {"assistant_model": build(family)}
-    return {"prompt_lookup_num_tokens": 20 if source == "long lookup" else 7, **NO_END}
+    return {"prompt_lookup_num_tokens": 20 if source == "long lookup" else 7}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_a_conversation_goes_on_after_drafts(build, prompt, greedy, case):
     """The next call has none. Drafts over a cache that holds tokens are refused: transformers' own caches hold those twice then."""
     model, own = hf.quantize(build("llama"), **CASES[case]), {"new": 30, "pad_token_id": None}
     caches, turns = [hf.PackedCache(model, 64, **CASES[case]) for _ in range(2)], []
-    for cache, options in zip(caches, ({}, {"prompt_lookup_num_tokens": 7, **NO_END}), strict=True):
+    for cache, options in zip(caches, ({}, {"prompt_lookup_num_tokens": 7}), strict=True):
         first, _ = greedy(model, prompt(1, 20), **own, past_key_values=cache, **options)
         turns.append(greedy(model, torch.cat([first, prompt(1, 20, 1)], 1), **own, past_key_values=cache))
     assert torch.equal(turns[0][0], turns[1][0])

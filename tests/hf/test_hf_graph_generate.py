@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_model
-from tiny_models import FAMILIES, NO_END
+from tiny_models import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
@@ -240,8 +240,8 @@ def test_a_step_made_in_inference_mode_serves_no_call_outside_of_it(prompt, fami
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
         for drafts in ({}, {"prompt_lookup_num_tokens": 4}) if family == "llama" else ({},):
             with mode():
-                ours = model.generate(ids, do_sample=False, max_new_tokens=9, **NO_END, **drafts, custom_generate=hf.generate)
-                assert torch.equal(ours, model.generate(ids, do_sample=False, max_new_tokens=9, **NO_END))
+                ours = model.generate(ids, do_sample=False, max_new_tokens=9, **drafts, custom_generate=hf.generate)
+                assert torch.equal(ours, model.generate(ids, do_sample=False, max_new_tokens=9))
     assert len(kept_steps(model)) == 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any
 
@@ -22,24 +21,11 @@ from halfbyte.evals.advice import advise
 from halfbyte.evals.card import Suite, measure
 from halfbyte.evals.model import agreement
 from halfbyte.evals.text import ByteTokenizer
-from halfbyte.hf import model_support
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
 
 #: A recurrence, a convolution, layers without any cache, and a state next to the keys and values of the same layer.
 KINDS = ("qwen3_next", "lfm2", "nemotron_h", "zaya")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-
-
-@pytest.fixture(autouse=True)
-def states_by_layer(request: pytest.FixtureRequest) -> None:
-    if not model_support._STATES_BY_LAYER and "refused_with_older" not in request.node.name:
-        pytest.skip("this transformers keeps the states of other layers elsewhere, so hybrids are refused")
-
-
-def test_hybrids_are_refused_with_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_support, "_STATES_BY_LAYER", False)
-    with pytest.raises(Unsupported, match="keeps the states of its other layers elsewhere; upgrade it"):
-        packed("lfm2")
 
 
 def prompts(rows: int = 2, tokens: int = 21) -> torch.Tensor:
@@ -237,10 +223,3 @@ def test_plans_are_for_models_with_keys_and_values_in_every_layer():
     with pytest.raises(Unsupported, match="some of qwen3_next have no keys and values"):
         sizes_of(tiny_model("qwen3_next"))
     assert sizes_of(tiny_model("zaya")).layers == 2
-
-
-def test_an_older_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(hf.model_support, "_STATES_BY_LAYER", False)
-    model = tiny_model("qwen3_next")
-    with pytest.raises(Unsupported, match="upgrade it"):
-        hf.quantize(copy.deepcopy(model), keys="int8")

@@ -95,6 +95,7 @@ def test_without_halfbyte_the_folder_does_not_load(tmp_path, tied):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(build, prompt, greedy, tmp_path, family):
     plain, ids = build(family), prompt()
+    plain.set_attn_implementation("eager")  # before transformers 5.20, others leave out the softcap of Gemma 2
     model = hf.quantize(build(family), lm_head="int8_col", keys="int8", values="int8")
     with torch.no_grad():
         exact = plain(ids).logits

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from tiny_models import LLAMA, SIZES
+from tiny_models import BEFORE_5_20, LLAMA, SIZES
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import configuration_utils
 from transformers.quantizers import auto
@@ -205,6 +205,7 @@ def longrope(config, **options):
     return tf.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
 
 
+@pytest.mark.skipif(BEFORE_5_20, reason="where it drops its cache, this transformers goes on with the newest token alone")
 @pytest.mark.parametrize("tokens", [19, 24, 25, 40])  # crossing while it generates, at once, and beyond from the beginning
 @pytest.mark.parametrize(("config", "options"), [(tf.Phi3Config, {}), (tf.PhimoeConfig, {"num_local_experts": 4})])
 def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy, rounded, monkeypatch):

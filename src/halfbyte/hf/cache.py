@@ -199,8 +199,6 @@ class PackedCache(Cache):  # type: ignore[misc]
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
 
-    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
-
     @property
     def max_cache_len(self) -> int:
         """The capacity, for PEFT's prefix tuning, which reads it and then passes a 16-bit cache with its prefix to the model."""

@@ -5,12 +5,11 @@ States (Mamba, gated delta nets, short convolutions) have a fixed size; transfor
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
@@ -21,14 +20,10 @@ from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.ops.rotate_heads import rotate_heads
 
-#: A layer with a state and no attention; a transformers without it has none that are served.
-StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+#: A layer with a state and no attention.
+StateLayer: Any = cache_utils.LinearAttentionLayer
 #: A layer with neither. That of transformers before DummyLayer has a state, which stays empty.
 EmptyLayer: Any = getattr(cache_utils, "DummyLayer", StateLayer)
-
-
-#: What `crop` makes of a positive number: transformers 5.16 gave its argument another name and meaning.
-_KEEPS_POSITIVE = "max_length" in inspect.signature(Cache.crop).parameters
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -69,7 +64,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate()` may compile steps; never those of drafts, for which transformers 5.4 requires this to be False."""
+        """Whether `generate()` may compile steps; never those of drafts."""
         return self.records and self.drafts is None
 
     @property
@@ -157,16 +152,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.capacity
 
-    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; their number is negative. Up to transformers 5.15 a positive one is how many stay."""
+        """Forget the last tokens; their number is negative."""
         if tokens_to_remove > 0:
-            if not _KEEPS_POSITIVE:
-                raise InvalidArgument(
-                    f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
-                )
-            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
+            raise InvalidArgument(
+                f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
+            )
         taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
         if tokens_to_remove and self.kv is not None and not taken_back:
             self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
@@ -198,7 +189,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 class HybridLayer(PackedLayer, StateLayer):  # type: ignore[misc]
     """Packed keys and values of a layer that has a state as well."""
 
-    is_croppable = getattr(StateLayer, "is_croppable", False)
+    is_croppable = StateLayer.is_croppable
 
     def __init__(self, states: int, *options: Any) -> None:
         """`states`: how many the layer has; `options` as of `PackedLayer`."""

@@ -25,7 +25,7 @@ from halfbyte.hf.attention import NAME
 from halfbyte.hf.called_experts import Called, called
 from halfbyte.reference.experts import KINDS, Activation
 
-#: What every module has that calls the registered function, and says how it keeps its weights. Norms came with transformers 5.18.
+#: What every module has that calls the registered function, and says how it keeps its weights.
 _INTERFACE = ("has_gate", "has_bias", "is_transposed")
 #: Of x * sigmoid(1.702 x), a GELU; and of gpt-oss, whose up projections get 1 added.
 _ALPHA, _SHIFTS = 1.702, (0.0, 1.0)
@@ -95,11 +95,8 @@ def in_order(module: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
 
 
 def is_concatenated(module: Any) -> bool:
-    """Whether all gates come before all up projections; in gpt-oss they alternate. Before transformers 5.7 only the gate knows."""
-    if (known := getattr(layout(module), "is_concatenated", None)) is not None:
-        return bool(known)
-    first, changed = module._apply_gate(torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]], device="cpu"))[:, 0]
-    return bool(first != changed)
+    """Whether all gates come before all up projections; in gpt-oss they alternate."""
+    return bool(layout(module).is_concatenated)
 
 
 def use_experts(model: nn.Module) -> None:

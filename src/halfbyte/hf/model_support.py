@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, cache_utils
+from transformers import AutoConfig, PreTrainedModel
 
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
@@ -64,8 +64,6 @@ _CROSS = re.compile("cross|encoder_attn")
 ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _NEITHER = ("moe", "mlp")
-#: Whether transformers keeps states by layer, in the cache of keys and values. Earlier ones had a cache for each such family.
-_STATES_BY_LAYER = hasattr(cache_utils, "get_layer_types_and_kwargs")
 
 
 def inner_model(model: Any) -> Any:
@@ -141,8 +139,6 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, f"it has layers of type {', '.join(others)}; packed caches serve full_attention and sliding_attention")
     if not kinds & {*ATTENTION}:
         raise _refusal(name, "none of its layers has keys and values")
-    if kinds & {*STATES, *_NEITHER} and not _STATES_BY_LAYER:
-        raise _refusal(name, f"transformers {transformers.__version__} keeps the states of its other layers elsewhere; upgrade it")
     if getattr(inner, "kv_sharing_modes", None) or getattr(inner, "num_kv_shared_layers", 0):
         raise _refusal(name, _SHARED)
     if getattr(inner, "attention_chunk_size", None):
