@@ -41,11 +41,12 @@ def llama(tmp_path: Path) -> str:
     ("keys", "values"), [("int8", "int4_g32"), ("int4_channel", "int8"), ("bf16", "fp8"), ("int8_channel", "int4")]
 )
 def test_cache_bytes_are_those_of_a_cache(llama: str, keys: str, values: str) -> None:
-    found = estimate(llama, batch=2, context=96, keys=keys, values=values)
-    cache = halfbyte.KVCache(2, 2, 32, 96, keys=keys, values=values)
-    assert found.kv_bytes == 3 * (cache.keys.nbytes + cache.values.nbytes)
-    assert found.plain_kv_bytes == 3 * 2 * 2 * 2 * 96 * 32 * 2
-    assert found.kv_bytes_per_token == found.kv_bytes / (2 * 96)
+    for context in (96, 100):  # whole blocks of per-channel keys, and not
+        found = estimate(llama, batch=2, context=context, keys=keys, values=values)
+        cache = halfbyte.KVCache(2, 2, 32, context, keys=keys, values=values)
+        assert found.kv_bytes == 3 * (cache.keys.nbytes + cache.values.nbytes)
+        assert found.plain_kv_bytes == 3 * 2 * 2 * 2 * context * 32 * 2
+        assert found.kv_bytes_per_token == found.kv_bytes / (2 * context)
 
 
 @pytest.mark.parametrize("weights", ["nf4", "int4_g64", "mxfp4", "int8_col"])

@@ -228,22 +228,18 @@ class CacheSizes:
     window: int = 0
 
     def nbytes(self, batch: int, tokens: int) -> int:
-        """Bytes of all layers."""
-        key_shape, value_shape = (batch, self.heads, tokens, self.key_dim), (batch, self.heads, tokens, self.value_dim)
-        kept = 2 * batch * self.heads * self.window * (self.key_dim + self.value_dim)
-        return sum(_plane_bytes(k, key_shape) + _plane_bytes(v, value_shape) + kept * k.is_quantized for k, v in self.formats)
+        """Bytes of all layers. Where keys are per channel, both sides have room for whole blocks of tokens."""
+        kept, total = 2 * batch * self.heads * self.window * (self.key_dim + self.value_dim), 0
+        for k, v in self.formats:
+            block = k.token_block or 1
+            room = (batch, self.heads, math.ceil(tokens / block) * block)
+            tail = 2 * batch * self.heads * block * self.key_dim if k.token_block else 0  # of each sequence, in 16 bits
+            total += k.nbytes((*room, self.key_dim)) + v.nbytes((*room, self.value_dim)) + tail + kept * k.is_quantized
+        return total
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers in 16 bits."""
         return 2 * len(self.formats) * batch * self.heads * tokens * (self.key_dim + self.value_dim)
-
-
-def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
-    """Bytes of keys or values [batch, heads, tokens, dim]: whole blocks of tokens, and the 16-bit tail of each sequence."""
-    batch, heads, tokens, dim = shape
-    block = fmt.token_block or 1
-    tail = 2 * batch * heads * block * dim if fmt.token_block else 0
-    return fmt.nbytes((batch, heads, math.ceil(tokens / block) * block, dim)) + tail
 
 
 def plain_bytes(model: torch.nn.Module) -> int:
