@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent / "hf"))
 import tiny_models
 
 from halfbyte import cli
+from halfbyte.device import describe
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.evals import demo
 from halfbyte.evals import model as models
-from halfbyte.evals.choices import caches
-from halfbyte.evals.present import add_results, append_records, merged, model_table, write_report
+from halfbyte.evals.choices import SAFE, caches
+from halfbyte.evals.present import add_results, append_records, by_model, merged, model_table, write_report
 from halfbyte.evals.quality import (
     Quality,
     Setting,
@@ -212,6 +213,20 @@ def test_records_and_report(shipped: Any, tmp_path: Path) -> None:
     assert lines[0]["environment"]["versions"]["torch"] == torch.__version__
     exact = [results[0], replace(results[1], kl_mean=0.0, layer_error=[0.0] * 6)]
     write_report(exact, "no error at all", tmp_path / "exact.html")
+
+
+def test_records_name_the_device_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that was asked for, where there is a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    append_records([Quality(Setting())], tmp_path / "r.jsonl", device="cpu")
+    assert json.loads((tmp_path / "r.jsonl").read_text())["environment"]["device"] == describe("cpu").name
+
+
+@pytest.mark.parametrize(("noise", "safe"), [(0.0, "yes"), (2e-4, "no")])
+def test_safe_is_a_divergence_with_its_noise(noise: float, safe: str) -> None:
+    sizes = {"kv_bytes_per_token": 10.0, "weight_bytes": 10}
+    made = [Quality(s, kl_mean=SAFE - 1e-4, kl_noise=noise, **sizes) for s in (Setting(), Setting("int8", "int8"))]
+    assert by_model(made)[1][0][-1] == safe
 
 
 def test_the_demos_table_fits_a_terminal_of_80_columns() -> None:

@@ -71,7 +71,7 @@ def demo(
             "Every figure, without outliers", HEADERS, rows([r for r in shown.results if not r.model]), text_columns=2, wide=True
         )
     if output is not None:
-        append_records(shown.results, output, took=shown.took)
+        append_records(shown.results, output, took=shown.took, device=device)
     if server is not None:
         _serve(server, shown)
 
@@ -170,7 +170,7 @@ def evaluate(
         same = f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention"
         console().print(f"{same}\n{verdict(results)}".strip(), markup=False, highlight=False)
     if results_to.output is not None:
-        append_records(results, results_to.output, longer)
+        append_records(results, results_to.output, longer, device=device)
     if results_to.html is not None:
         write_report(results, f"{model}: what the bits cost", results_to.html, longer)
 

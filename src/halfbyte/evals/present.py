@@ -23,6 +23,8 @@ from halfbyte.paths import append_line
 from halfbyte.report import Report
 
 if TYPE_CHECKING:
+    import torch
+
     from halfbyte.evals.long_context import LongContext
     from halfbyte.measure.charts import Point
 
@@ -30,7 +32,7 @@ KL_LABEL = "mean KL divergence (nats)"
 #: What a logarithmic axis shows for no divergence at all.
 LEAST_KL = 1e-9
 BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
-SAFE_WORDS = f"safe: at most {1e3 * SAFE:g} thousandths; plain: only without outliers"
+SAFE_WORDS = f"safe: at most {1e3 * SAFE:g} thousandths, noise included; plain: only without outliers"
 HEADERS = (
     *("KV cache", "weights", "perplexity", "change %", "KL mean", "KV B/token", "weights MB"),
     *("top-1 %", "KL p99", "KL by third", "seconds"),
@@ -74,6 +76,7 @@ def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[st
     where that is small enough to be called safe."""
     models = list(dict.fromkeys(r.model for r in results))
     kl = {(r.model, r.setting): 1e3 * r.kl_mean for r in results}
+    most = {(r.model, r.setting): r.kl_mean + r.kl_noise for r in results}
     plain = [r for r in results if r.model == models[0]]
     rows = [
         (
@@ -81,7 +84,7 @@ def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[st
             f"{ratio(r, plain[0]):.2f}x",
             f"{r.change:+.2f}",
             *(_thousandths(kl.get((model, r.setting))) for model in models),
-            safe_where([kl[model, r.setting] / 1e3 for model in models if (model, r.setting) in kl]),
+            safe_where([most[model, r.setting] for model in models if (model, r.setting) in most]),
         )
         for r in plain[1:]
     ]
@@ -213,18 +216,21 @@ def record(result: Quality) -> dict[str, Any]:
 
 
 def append_records(
-    results: Sequence[Quality], path: Path, longer: Sequence[LongContext] = (), took: dict[str, float] | None = None
+    results: Sequence[Quality],
+    path: Path,
+    longer: Sequence[LongContext] = (),
+    took: dict[str, float] | None = None,
+    device: torch.device | str | None = None,
 ) -> None:
     """Append one JSON object a result to a file, with where and how it was made, and with its long context if there is one.
 
-    took: seconds of the whole command, for its records to tell.
+    took: seconds of the whole command, for its records to tell; device: where the model ran, None: the GPU if there is one.
     """
-    import torch
-
     from halfbyte.device import describe
     from halfbyte.measure.records import environment
 
-    made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
+    made_on = describe(device)
+    made = dataclasses.asdict(environment(made_on, made_on.threads))
     for one in records(results, longer):
         append_line(path, json.dumps(one | ({} if took is None else {"command": took}) | {"environment": made}))
 
