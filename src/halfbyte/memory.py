@@ -132,7 +132,7 @@ def estimate(
         weight_bytes=plain_weights - saved,
         plain_weight_bytes=plain_weights,
         kv_layers=len(cache.formats),
-        kv_heads=cache.heads,
+        kv_heads=cache.heads[0],
         head_dim=cache.key_dim,
         kv_bytes_per_token=kv / (batch * context),
         kv_bytes=kv,
@@ -197,13 +197,13 @@ def weight_or_plain(name: str) -> Format | None:
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.layer_options import layer_formats
-    from halfbyte.hf.model_support import ATTENTION, STATES, check_model_support, head_dims, layer_types, text_config
+    from halfbyte.hf.model_support import ATTENTION, STATES, check_model_support, head_dims, kv_heads, layer_types, text_config
 
     check_model_support(config)
     text, kinds = text_config(config), layer_types(text_config(config))
     every = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
-    formats = [pair for pair, kind in zip(every, kinds, strict=True) if kind in ATTENTION]
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    holding = [layer for layer, kind in enumerate(kinds) if kind in ATTENTION]
+    formats, heads = [every[layer] for layer in holding], tuple(kv_heads(text, layer) for layer in holding)
     sliding = sum("sliding" in kind for kind in kinds)
     if not sliding and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
         sliding = len(formats)
@@ -213,14 +213,14 @@ def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Formats of keys and values of each layer that has them, KV heads, head sizes of keys and values.
+    """Formats of keys and values of each layer that has them, its KV heads, head sizes of keys and values.
 
     sliding  layers with a sliding window; states: those with a recurrent or convolutional state
     window   tokens of a sequence that layers with codes also hold in 16 bits
     """
 
     formats: tuple[tuple[Format, Format], ...]
-    heads: int
+    heads: tuple[int, ...]
     key_dim: int
     value_dim: int
     sliding: int
@@ -229,17 +229,17 @@ class CacheSizes:
 
     def nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers. Where keys are per channel, both sides have room for whole blocks of tokens."""
-        kept, total = 2 * batch * self.heads * self.window * (self.key_dim + self.value_dim), 0
-        for k, v in self.formats:
+        kept, total = 2 * self.window * (self.key_dim + self.value_dim), 0
+        for (k, v), heads in zip(self.formats, self.heads, strict=True):
             block = k.token_block or 1
-            room = (batch, self.heads, math.ceil(tokens / block) * block)
-            tail = 2 * batch * self.heads * block * self.key_dim if k.token_block else 0  # of each sequence, in 16 bits
-            total += k.nbytes((*room, self.key_dim)) + v.nbytes((*room, self.value_dim)) + tail + kept * k.is_quantized
+            room = (batch, heads, math.ceil(tokens / block) * block)
+            exact = (2 * block * self.key_dim if k.token_block else 0) + kept * k.is_quantized  # of a head, in 16 bits
+            total += k.nbytes((*room, self.key_dim)) + v.nbytes((*room, self.value_dim)) + batch * heads * exact
         return total
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers in 16 bits."""
-        return 2 * len(self.formats) * batch * self.heads * tokens * (self.key_dim + self.value_dim)
+        return 2 * sum(self.heads) * batch * tokens * (self.key_dim + self.value_dim)
 
 
 def plain_bytes(model: torch.nn.Module) -> int:

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 
 import halfbyte.hf as hf
 from halfbyte.errors import HalfbyteError
+from halfbyte.memory import packed_layers
 
 RECORD = Path(__file__).parents[2] / "results" / "families.jsonl"
 KV, WEIGHTS = ("bf16", "int8", "int4"), ("int8_col", "int4_g32", "nf4")
@@ -115,6 +116,23 @@ def fails_by_itself(family: str) -> str:
 
 def recorded() -> dict[str, dict[str, Any]]:
     return {line["family"]: line for line in map(json.loads, RECORD.read_text(encoding="utf-8").splitlines()) if "family" in line}
+
+
+@pytest.mark.parametrize("family", [name for name in ("dbrx", "llama", "mimo_v2_flash") if name in FAMILIES])
+def test_bytes_of_a_cache_follow_from_the_configuration(family: str) -> None:
+    """KV heads in a part of it, under their own name, or twice as many in some layers."""
+    formats = {"keys": "int4_channel", "values": "int8"}
+    model = hf.quantize(tiny_model(family), **formats)
+    cache = hf.PackedCache(model, 64, **formats)
+    with torch.no_grad():
+        model(torch.ones(2, 20, dtype=torch.long), past_key_values=cache)
+    assert cache.bytes_per_token == sum(layer.kv.bytes_per_token for layer in cache.packed if layer.kv is not None)
+    sizes = packed_layers(model.config, "int4_channel", "int8", ())
+    assert (sizes.nbytes(2, 64), sizes.plain_nbytes(1, 1)) == (cache.nbytes, plain_bytes_of_a_token(cache))
+
+
+def plain_bytes_of_a_token(cache: Any) -> int:
+    return sum(2 * layer.kv.kv_heads * (layer.kv.head_dim + layer.kv.value_dim) for layer in cache.packed)
 
 
 ALL = os.environ.get("HALFBYTE_FAMILIES") == "all"

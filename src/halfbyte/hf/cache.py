@@ -9,12 +9,11 @@ import torch
 from transformers.cache_utils import Cache
 
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import PackedLayer, cache_layer, state_bytes
 from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.layer_options import BUCKET, layer_formats, layer_rotations, layer_windows
-from halfbyte.hf.model_support import check_model_support, half_type, head_dims, layer_types, text_config
+from halfbyte.hf.model_support import check_model_support, half_type, head_dims, kv_heads, layer_types, text_config
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
@@ -85,7 +84,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             for layer in self.packed:
                 layer.records = False
         self._open = False  # a forward has begun and not reached the last layer
-        self.bytes_per_token = sum(_token_bytes(config, layer.key_format, layer.value_format) for layer in self.packed)
+        self.bytes_per_token = sum(_token_bytes(config, *pair) for pair in zip(self._packed, self.packed, strict=True))
 
     def __repr__(self) -> str:
         kinds = sorted({layer.kinds for layer in self.packed})
@@ -231,7 +230,7 @@ def check_attention(model_or_config: Any) -> None:
         )
 
 
-def _token_bytes(config: Any, k: Format, v: Format) -> float:
-    """Bytes one token of one sequence takes in one layer, by the configuration."""
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    return sum(fmt.token_bytes(heads, dim) for fmt, dim in zip((k, v), head_dims(config), strict=True))
+def _token_bytes(config: Any, number: int, layer: PackedLayer) -> float:
+    """Bytes one token of one sequence takes in a layer, by the configuration."""
+    heads, formats = kv_heads(config, number), (layer.key_format, layer.value_format)
+    return sum(fmt.token_bytes(heads, dim) for fmt, dim in zip(formats, head_dims(config), strict=True))

@@ -51,6 +51,9 @@ REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() 
 #: Families that apply a sliding window by a mask only, so attention takes it from the configuration.
 WINDOW_IN_MASK = frozenset({"phimoe"})
 
+#: Families whose layers with a sliding window have twice the KV heads that the configuration names.
+TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
+
 #: Hybrid families whose forward of several tokens forgets the states, or the number, of the tokens that the cache holds.
 WHOLE_PROMPTS = frozenset({"bamba", "jamba", "zamba"})
 
@@ -238,8 +241,16 @@ def model_sizes(config: Any) -> ModelSizes:
 
 def card_sizes(config: Any) -> ModelSizes:
     """What an evidence card must have in common with the model of this configuration, whatever its layers are."""
+    return ModelSizes(
+        str(config.model_type), int(config.num_hidden_layers), kv_heads(config), *head_dims(config), int(config.hidden_size)
+    )
+
+
+def kv_heads(config: Any, layer: int | None = None) -> int:
+    """KV heads of a layer; None: those that the configuration names."""
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    return ModelSizes(str(config.model_type), int(config.num_hidden_layers), heads, *head_dims(config), int(config.hidden_size))
+    twice = layer is not None and config.model_type in TWICE_IN_WINDOWS and "sliding" in layer_types(config)[layer]
+    return 2 * heads if twice else heads
 
 
 def head_dims(config: Any) -> tuple[int, int]:
