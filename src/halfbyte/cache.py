@@ -13,7 +13,7 @@ from typing import Any, Self, Unpack, overload
 import torch
 
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
-from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
+from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options, token_bytes
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import check_window, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
@@ -174,7 +174,7 @@ class KVCache:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of one token of one sequence, scales and offsets included, tails not."""
-        return sum(side.format.token_bytes(self.kv_heads, side.dim) for side in (self.keys, self.values))
+        return sum(token_bytes(side.format, self.kv_heads, side.dim) for side in (self.keys, self.values))
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer, for marking addresses as static or moving memory."""

@@ -1,4 +1,4 @@
-"""The options of a cache, their defaults, and how a signature shows them."""
+"""The options of a cache, their defaults, how a signature shows them, and what a token takes."""
 
 from __future__ import annotations
 
@@ -60,3 +60,10 @@ def shows_options(kind: type[T]) -> type[T]:
     options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in DEFAULTS.items()]
     kind.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
     return kind
+
+
+def token_bytes(fmt: Format, heads: int, dim: int) -> float:
+    """Bytes of one token of `heads` heads, scales and offsets included; not a scale of the whole tensor, nor 16-bit tails."""
+    block = fmt.token_block or 1
+    shared = fmt.scale.storage.itemsize if fmt.scale is not None and fmt.granularity == "tensor" else 0
+    return (fmt.nbytes((1, heads, block, dim)) - shared) / block

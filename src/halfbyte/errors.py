@@ -66,7 +66,7 @@ def pip_install(package: str) -> str:
 
 
 def _declared(package: str) -> str:
-    """A package with the versions that halfbyte declares, as `name<6,>=5.18`; its name alone where it declares none."""
+    """A package with the versions that halfbyte declares, as `name<6,>=5.4`; its name alone where it declares none."""
     try:
         declared = importlib.metadata.requires("halfbyte") or []
     except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed

@@ -257,12 +257,6 @@ class Format:
             total += 4 * math.ceil(scales / self.scale.nested) + 4
         return total + (4 * math.prod(self.tensor_scale_shape(shape)) if self.tensor_scale else 0)
 
-    def token_bytes(self, heads: int, dim: int) -> float:
-        """Bytes of one token of `heads` heads, scales and offsets included; not a scale of the whole tensor, nor 16-bit tails."""
-        block = self.token_block or 1
-        shared = self.scale.storage.itemsize if self.scale is not None and self.granularity == "tensor" else 0
-        return (self.nbytes((1, heads, block, dim)) - shared) / block
-
     def tensor_scale_shape(self, shape: Shape) -> Shape:
         """Shape of the FP32 factors of a tensor of shape `shape`."""
         return shape[:-1] if len(shape) > 2 else (1,)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from halfbyte.cache_options import token_bytes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import PackedLayer, cache_layer, state_bytes
@@ -233,4 +234,4 @@ def check_attention(model_or_config: Any) -> None:
 def _token_bytes(config: Any, number: int, layer: PackedLayer) -> float:
     """Bytes one token of one sequence takes in a layer, by the configuration."""
     heads, formats = kv_heads(config, number), (layer.key_format, layer.value_format)
-    return sum(fmt.token_bytes(heads, dim) for fmt, dim in zip(formats, head_dims(config), strict=True))
+    return sum(token_bytes(fmt, heads, dim) for fmt, dim in zip(formats, head_dims(config), strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from halfbyte.cache_options import token_bytes
 from halfbyte.device import GPU, H200
 from halfbyte.errors import check
 from halfbyte.formats import check_window, key_format, value_format, weight_format
@@ -62,7 +63,7 @@ def explanation(
     p = replace(p, sink_tokens=window[0], recent_tokens=window[1])
     facts = _described(gpu)
     facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
-    per_token = k.token_bytes(1, dim) + v.token_bytes(1, dim)
+    per_token = token_bytes(k, 1, dim) + token_bytes(v, 1, dim)
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
     if sum(window):
         exact = 4 * dim * sum(window) * batch * kv_heads
