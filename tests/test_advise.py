@@ -255,6 +255,14 @@ def test_steps_are_told_where_the_bandwidth_is_known(gpu: str, shown: bool, caps
     assert ("step" in table) is ("step: the least time of a decode step" in " ".join(legend.split())) is shown
 
 
+def test_large_sizes_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["advise", "demo", "--gpu", "h200", "--batch", "4096", "--context", "1M"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16")]
+    assert row.split()[2] == f"{4096 * 2**20 * 3072 / 1e9:,.0f}"
+    assert "e+" not in row
+
+
 def test_weights_that_are_given_save_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["advise", "demo", "--gpu", "24GB", "--weights", "int8_col"])

@@ -124,11 +124,16 @@ def _rows(a: Advice) -> list[tuple[str, ...]]:
 
 
 def _row(a: Advice, c: Choice) -> tuple[str, ...]:
-    step = "" if c.step_seconds is None else f"{1e3 * c.step_seconds:.3g}"
+    step = "" if c.step_seconds is None else _short(1e3 * c.step_seconds)
     sequences = f"{c.largest_batch:,}" if c.fits else f"{c.largest_batch:,} of {a.batch:,}"
     known = c.evidence
     cost = "no card" if known is None else f"{known.change:+.2f}\u00b1{known.noise:.2f}{'*' if known.safe else ' '}"
-    return f"{c.keys}/{c.values}", f"{c.kv_bytes / 1e9:.3g}", sequences, f"{c.largest_context:,}", cost, step
+    return f"{c.keys}/{c.values}", _short(c.kv_bytes / 1e9), sequences, f"{c.largest_context:,}", cost, step
+
+
+def _short(value: float) -> str:
+    """Three digits, or all of a larger number: 0.0126, 3.54, 12,885."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _saved(a: Advice, c: Choice) -> str:
