@@ -263,6 +263,16 @@ def test_large_sizes_are_written_out(capsys: pytest.CaptureFixture[str]) -> None
     assert "e+" not in row
 
 
+def test_columns_that_do_not_fit_are_shown_if_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for options, shown in (((), False), (("--wide",), True)):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["advise", "demo", "--gpu", "h200", *options])
+        table, _, _ = capsys.readouterr().out.partition("batch: ")
+        assert ("step ms" in " ".join(table.partition("--wide")[0].split())) is shown
+        assert ("--wide also shows" in table) is not shown
+
+
 def test_weights_that_are_given_save_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["advise", "demo", "--gpu", "24GB", "--weights", "int8_col"])

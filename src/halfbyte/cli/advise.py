@@ -11,7 +11,7 @@ import typer
 
 from halfbyte import settings
 from halfbyte.cli.options import Dtype
-from halfbyte.cli.shared import Json, Model, Where, console, human_bytes, print_table, token_count
+from halfbyte.cli.shared import Json, Model, Where, Wide, console, human_bytes, print_table, token_count
 from halfbyte.errors import check
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def advise(
     measure: Annotated[bool, typer.Option("--measure", help="Measure the evidence first, on 8 windows of 512 tokens.")] = False,
     dtype: Dtype = settings.HALVES[0],
     device: Where = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Which KV and weight formats fit a GPU, what they save, the least time of a step, and their loss by an evidence card.
@@ -59,7 +60,7 @@ def advise(
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:
-        _print(found)
+        _print(found, wide)
 
 
 def _measured(model: str, device: str | None, dtype: str) -> Card:
@@ -74,7 +75,7 @@ def _measured(model: str, device: str | None, dtype: str) -> Card:
     return measure(loaded, tokenizer, suite, console(stderr=True))
 
 
-def _print(a: Advice) -> None:
+def _print(a: Advice, wide: bool) -> None:
     from halfbyte.evals.advice import command, python_lines
 
     rate = a.sheet.bytes_per_second
@@ -82,7 +83,7 @@ def _print(a: Advice) -> None:
     title = f"{a.model} on {a.gpu} ({human_bytes(a.sheet.memory_bytes)}, {speed}): {a.batch:,} x {a.context:,} tokens"
     shown = [i for i, name in enumerate(HEADERS) if rate is not None or name != STEP]
     rows = [tuple(row[i] for i in shown if row) for row in _rows(a)]
-    print_table(title, [HEADERS[i] for i in shown], rows, text_columns=2, wide=False)
+    print_table(title, [HEADERS[i] for i in shown], rows, text_columns=2, wide=wide)
     for line in _legend(a):
         console().print(line, markup=False, highlight=False)
     if a.recommended is not None:
