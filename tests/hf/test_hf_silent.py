@@ -283,6 +283,29 @@ def test_packed_forwards_take_the_options_of_a_forward(build, prompt, chunk):
             model(ids, logits_to_keep=torch.tensor([0]))
 
 
+@pytest.mark.parametrize("tokens", [20, 40])  # within the length at which RoPE changes, and beyond
+@pytest.mark.parametrize("kind", ["longrope", "phimoe", "dynamic", "dynamic, positions given"])
+def test_packed_forwards_rotate_by_the_length_of_the_text(kind, tokens, prompt):
+    """A chunk's own positions end before those of the text do."""
+    if "dynamic" in kind:
+        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        config = tf.LlamaConfig(**{**LLAMA, "max_position_embeddings": 24, "initializer_range": 0.3}, rope_parameters=rope)
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    else:
+        model = longrope(tf.PhimoeConfig if kind == "phimoe" else tf.Phi3Config, sliding_window=None)
+    ids = prompt(2, tokens)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        hf.quantize(model, keys="bf16", values="bf16")
+        given = {"position_ids": torch.arange(tokens).expand(2, -1)} if "given" in kind else {}
+        with hf.packed_forwards(model):
+            found = model(ids, **given).logits
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() < 0.1  # of a token, as a few may take other experts
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 def test_packed_forwards_leave_generation_alone(build, prompt, greedy):
     model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt()
     expected, _ = greedy(model, ids)

@@ -68,10 +68,11 @@ class Divergence:
         """Log-probabilities [n, chunk, V] of the next token, chunk by chunk, on the model's device."""
         from halfbyte.hf.attention import CACHE
         from halfbyte.hf.cache import PackedCache
+        from halfbyte.hf.every_forward import part_of_text
 
         cache = PackedCache(self.model, self.windows.shape[1], **options)
         for piece in self.windows.split(self.chunk, 1):
-            with torch.no_grad():
+            with torch.no_grad(), part_of_text(self.model, self.windows.shape[1] - 1):
                 logits = self.model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits
             yield torch.log_softmax(logits.float(), -1)
 

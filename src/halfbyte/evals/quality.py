@@ -293,10 +293,12 @@ class _Tally:
 def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> Iterator[_Outputs]:
     """Feed windows [B, T] in chunks through a fresh cache of the setting's formats."""
     from halfbyte.hf.attention import CACHE
+    from halfbyte.hf.every_forward import part_of_text
 
     cache = cache_for(model, setting, part.shape[1])
     for piece in part.split(chunk, dim=1):
-        out = model(input_ids=piece.to(model.device), **{CACHE: cache}, use_cache=True, output_hidden_states=True)
+        with part_of_text(model, part.shape[1] - 1):
+            out = model(input_ids=piece.to(model.device), **{CACHE: cache}, use_cache=True, output_hidden_states=True)
         hidden = [h[0].float().cpu() for h in out.hidden_states[1:]]
         yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
 

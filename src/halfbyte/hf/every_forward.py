@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.hf.attention import CACHE, DECODE_QUERIES
 from halfbyte.hf.default_cache import CacheSettings, DefaultCache
-from halfbyte.hf.model_support import check_continues, inner_model
+from halfbyte.hf.model_support import check_continues, inner_model, rotations_by_length
 
 #: Outputs of a forward that hold one entry a token, along axis 1.
 _BY_TOKEN = ("logits", "last_hidden_state")
@@ -45,6 +46,34 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
             del inner.forward
         else:
             inner.forward = before
+
+
+@contextmanager
+def part_of_text(model: Any, last: int) -> Iterator[None]:
+    """Context manager: forwards read a part of a text whose last position is `last`.
+
+    Rotary embeddings that depend on the length (longrope, dynamic) take it from the positions of a forward, which end earlier.
+    """
+
+    def longer(positions: torch.Tensor) -> torch.Tensor:
+        return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
+
+    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": longer(kwargs["position_ids"])}
+        return (args[0], longer(args[1]), *args[2:]), kwargs
+
+    def after(module: torch.nn.Module, args: tuple[Any, ...], made: Any) -> Any:
+        return pytree.tree_map(lambda t: t[..., :-1, :], made)
+
+    hooks: list[Any] = []
+    try:
+        for module in rotations_by_length(model):
+            hooks += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Forward:
@@ -88,6 +117,8 @@ class _Forward:
         cache = self.settings.make(self.model, tokens)
         if cache.has_states and mask is not None and self.chunk == 1:
             raise Unsupported("chunk=1: transformers does not mask the padding of one token from recurrent states; pass 2 or more")
+        positions = kwargs.get("position_ids")
+        last = tokens - 1 if positions is None else int(positions.max())
         by_token = {name: x for name, x in kwargs.items() if name in ("position_ids", "token_type_ids") and x is not None}
         for start in range(0, tokens, self.chunk):
             part = slice(start, start + self.chunk)
@@ -95,7 +126,8 @@ class _Forward:
             if keep:  # at least one, as 0 stands for all
                 cut["logits_to_keep"] = max(1, min(part.stop, tokens) - max(start, tokens - keep))
             seen = None if mask is None else mask[:, : part.stop]
-            outputs.append(self.forward(input_ids[:, part], seen, **{**kwargs, **cut, CACHE: cache}))
+            with part_of_text(self.model, last):
+                outputs.append(self.forward(input_ids[:, part], seen, **{**kwargs, **cut, CACHE: cache}))
         return outputs
 
 

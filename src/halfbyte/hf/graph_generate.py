@@ -33,6 +33,7 @@ from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.lookup import MOST_DRAFTS, LookupForward
+from halfbyte.hf.model_support import rotations_by_length
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.recorded_step import Forward, keep_step, take_step
 
@@ -119,7 +120,6 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
     steps = mode in ("greedy_search", "sample") or _drafts(config, given)
     positions = given.get("position_ids")
     unknown = sorted(name for name, x in given.items() if x is not None and name not in (*_KNOWN, *_UNUSED))
-    ropes = " ".join(str(getattr(m, "rope_type", "")) for m in model.modules())
     found = {
         f"{mode} does not feed one token a step": not steps,
         f"the cache is a {type(cache).__name__}, no PackedCache": not isinstance(cache, PackedCache),
@@ -128,7 +128,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         f"{', '.join(unknown)} may change from step to step": bool(unknown),
         "position_ids have more than two axes": positions is not None and positions.ndim != 2,
         "output_hidden_states and output_attentions are not collected": config.output_hidden_states or config.output_attentions,
-        "its rotary embedding depends on the length": "dynamic" in ropes or "longrope" in ropes,
+        "its rotary embedding depends on the length": bool(rotations_by_length(model)),
         "the model, or its input, lies on several devices": len({p.device for p in (*model.parameters(), input_ids)}) > 1,
         "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,

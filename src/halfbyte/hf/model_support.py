@@ -165,6 +165,12 @@ def check_weights_support(model: Any) -> None:
         raise Unsupported(f"the weights of {name} cannot be quantized: {WEIGHTS_REFUSED[name]}")
 
 
+def rotations_by_length(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings that depend on the length of the text: they change where it is longer than another length."""
+    kinds = ((m, str(getattr(m, "rope_type", ""))) for m in model.modules())
+    return [m for m, kind in kinds if "dynamic" in kind or "longrope" in kind]
+
+
 def _sees_both_sides(model: nn.Module) -> bool:
     """Whether an attention layer of the decoder says that it is not causal, as those of BERT do by default.
 
