@@ -43,7 +43,7 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     notes = doctor.diagnose().notes
-    assert any(re.search(r"transformers is not installed; .*: pip install 'transformers<[\d.]+,>=5\.4'$", n) for n in notes)
+    assert any(re.search(r"transformers is not installed; .*: pip install 'transformers<[\d.]+,>=[\d.]+'$", n) for n in notes)
     assert any("matplotlib is not installed" in n and n.endswith("pip install 'matplotlib>=3.8'") for n in notes)
 
 

@@ -145,8 +145,8 @@ UNUSUAL = {
 
 def mixture_of(family: str, name: str, **own: Any) -> Any:
     """One mixture of a family, with random parameters."""
-    kind = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     config = tiny_config("muse_spark_text" if family == "muse_spark" else family)
+    kind = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     config.update(own)
     mixture, rng = kind(config).eval(), torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -331,15 +331,14 @@ def test_gradients_pass_through(prompt: Any) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
 
 
-def test_compiled(prompt: Any) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "inkling2_text"])
+def test_compiled(family: str) -> None:
     torch._dynamo.reset()
-    for family in ("mixtral", "inkling2_text"):
-        experts: Any = hf.quantize(tiny_model(family), weights="nf4").model.layers[1].mlp.experts
-        x, ids, gates = torch.randn(5, 64), torch.stack([torch.randperm(4)[:2] for _ in range(5)]), torch.rand(5, 2)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                torch.compile(experts, backend="aot_eager", fullgraph=True)(x, ids, gates), experts(x, ids, gates)
-            )
+    experts: Any = hf.quantize(tiny_model(family), weights="nf4").model.layers[1].mlp.experts
+    x, ids, gates = torch.randn(5, 64), torch.stack([torch.randperm(4)[:2] for _ in range(5)]), torch.rand(5, 2)
+    with torch.no_grad():
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)(x, ids, gates)
+        torch.testing.assert_close(compiled, experts(x, ids, gates))
 
 
 def test_memory_counts_them() -> None:

@@ -93,7 +93,9 @@ def installed(corner: Corner, python: str, folder: Path) -> Path:
         subprocess.run([python, "-m", "venv", folder], check=True)
     pins = (f"torch=={corner.torch}", f"transformers=={corner.transformers}", f"triton=={corner.triton}")
     needed = ("numpy>=1.26", "safetensors>=0.6", "rich>=13", "typer>=0.15", *TOOLS)
-    subprocess.run([made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, *needed], check=True)
+    pip = [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *pins, *needed], check=True)
+    subprocess.run([*pip, "--no-deps", "-e", ROOT], check=True)  # for the versions that it declares
     return made
 
 
