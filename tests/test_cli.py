@@ -104,6 +104,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["quantize", "demo", "--weights", "nf4", "-o", "./no-such-folder/it"], "the folder it would lie in"),
         (["quantize", "demo", "--weights", "nf4", "--clip", "half", "-o", "./it"], "clip='half'; expected None, or 'search'"),
         (["quantize", "--from", "demo", "--clip", "search", "-o", "./it"], "--clip is about rounding 16-bit weights"),
+        (["quantize", "--from", "demo", "--skip", "q_proj", "-o", "./it"], "--skip names modules that keep 16-bit weights"),
         (["eval", "demo", "--clip", "search"], "name --weights as well"),
         (["advise", "demo", "--device", "cpu"], "--device cpu is where --measure runs the model"),
         (["memory", "demo", "--lm-head", "int3"], "'int3'"),

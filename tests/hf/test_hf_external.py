@@ -288,6 +288,7 @@ def test_experts_of_gpt_oss(prompt: Any, greedy: Any, tmp_path: Path) -> None:
     plain = expand(loaded, copy.deepcopy(model).float())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.float(), plain.get_parameter(name)), name
+    assert run("quantize", "--from", str(tmp_path / "released"), "-o", str(tmp_path / "converted")) == 0
     hf.quantize(loaded, keys="int8", values="int8")
     tokens, _ = greedy(loaded, prompt())
     again = hf.load(hf.save(loaded, tmp_path / "saved"))

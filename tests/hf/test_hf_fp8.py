@@ -109,7 +109,7 @@ def test_options_are_those_of_quantize(tmp_path: Path, prompt: Any) -> None:
     same(loaded, hf.quantize(expanded(folder), "int4_g32", **options))
     with torch.no_grad():
         assert loaded(prompt()).logits.isfinite().all()
-    cached = hf.load(write(tmp_path / "dense", "qwen3"), "nf4", "int8", "int4_g32", fuse_qkv=True)
+    cached = hf.load(write(tmp_path / "dense", "qwen3"), "nf4", "int8", "int4_g32", fuse_qkv=True, skip_modules=("o_proj",))
     assert cached.generate(prompt(), max_new_tokens=3).shape == (2, 24)
     assert cached.model.norm.weight.dtype is torch.bfloat16
 

@@ -80,6 +80,7 @@ def test_double_quantized_zero_blocks_load_again(build, tmp_path):
     [
         ({"skip_modules": "down_proj"}, "is a string"),
         ({"skip_modules": ("dwn_proj",)}, "names 'dwn_proj'"),
+        ({"weights": None, "keys": "int8", "skip_modules": ("q_proj",)}, r"skip_modules=\('q_proj',\) is about weights"),
         ({"keys": "int8", "skip_layers": 1}, "skip_layers=1"),
         ({"keys": "int8", "rotate_keys": "yes"}, "rotate_keys='yes'"),
     ],
@@ -88,8 +89,14 @@ def test_options_that_mean_nothing_are_refused(build, options, says):
     model = build("llama")
     before = model.state_dict().keys()
     with pytest.raises(InvalidArgument, match=says):
-        hf.quantize(model, "nf4", **options)
+        hf.quantize(model, **{"weights": "nf4", **options})
     assert model.state_dict().keys() == before
+
+
+def test_modules_to_skip_are_read_once(build):
+    """They may come from a generator."""
+    model = hf.quantize(build("llama"), "nf4", lm_head="int8_col", skip_modules=(name for name in ("q_proj",)))
+    assert not any(name.endswith("q_proj") for name in model.config.quantization_config.modules)
 
 
 @pytest.mark.parametrize(

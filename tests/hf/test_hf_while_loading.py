@@ -127,6 +127,7 @@ def test_one_layer_at_a_time_is_in_16_bits(build, tmp_path, monkeypatch):
         ({"weights": "nf4", "rotate_keys": True}, InvalidArgument, "about the KV cache"),
         ({"keys": "int8", "fuse_qkv": True}, InvalidArgument, "needs quantized weights"),
         ({"keys": "int8", "clip": "search"}, InvalidArgument, "is about weights"),
+        ({"keys": "int8", "skip_modules": ("q_proj",)}, InvalidArgument, "is about weights"),
         ({"keys": "int8", "skip_layers": (9,)}, InvalidArgument, "skip_layers holds 9"),
     ],
 )

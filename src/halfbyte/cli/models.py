@@ -326,7 +326,7 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
     """A model with quantized weights: rounded here, or as another library rounded them. Options are those of `hf.quantize`."""
     from halfbyte import hf
     from halfbyte.formats import plain_format, weight_format
-    from halfbyte.nn import QuantLinear
+    from halfbyte.nn import QuantLayer
     from halfbyte.paths import resolve_model
     from halfbyte.reference.quantize import check_clip
 
@@ -336,12 +336,16 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
             "give a MODEL, with its --weights if they are not to be the default, or --from with a quantized model"
         )
     check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
+    check(
+        not (options["skip_modules"] and source),
+        "--skip names modules that keep 16-bit weights; --from takes codes over as they are",
+    )
     check(not (options["rotate_values"] and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
     dtype = options.pop("dtype")
     if source is not None:
         made = hf.load(resolve_model(source), dtype="auto" if dtype is None else plain_format(dtype).code.dtype)
-        if not any(isinstance(m, QuantLinear) for m in made.modules()):
+        if not any(isinstance(m, QuantLayer) for m in made.modules()):
             raise InvalidArgument(
                 f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
             )

@@ -103,6 +103,8 @@ def load(
     dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
     check_options(options, quantize)
+    if not isinstance(skipped := options.get("skip_modules", ""), str):  # which quantize refuses
+        options["skip_modules"] = tuple(skipped)  # read more than once
     known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
     check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
@@ -139,7 +141,8 @@ def load(
     _check_complete(folder, found)
     rest, options = weights, dict(options)
     if isinstance(adapter, Expanded) and not select(model, skipped):  # no linear layer was in 16 bits in the files
-        rest, options["clip"] = None, options.get("clip") if options.get("lm_head") else None
+        rest = None
+        options = {name: x for name, x in options.items() if options.get("lm_head") or name not in ("clip", "skip_modules")}
     cached = any(x is not None for x in (keys, values, options.get("plan")))
     if rest is not None or cached or any(options.get(name) for name in ("lm_head", "rotate_values", "fuse_qkv", "fuse_gate_up")):
         quantize(model, rest, keys, values, **options)

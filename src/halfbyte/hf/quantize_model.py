@@ -81,9 +81,10 @@ def quantize(
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
+    skip_modules = tuple(skip_modules)  # read more than once
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), (sink_tokens, recent_tokens), plan)
-    check(clip is None or (weights or lm_head) is not None, f"clip={clip!r} is about weights; name weights= as well")
+    check_about_weights(weights or lm_head, clip, skip_modules)
     for fmt in (weights, lm_head):
         if fmt is not None:
             check_clip(clip, weight_format(fmt))
@@ -108,6 +109,12 @@ def quantize(
     if settings is not None:
         use_packed_cache(inner, settings)
     return model
+
+
+def check_about_weights(fmt: str | None, clip: str | None, skip_modules: Iterable[str]) -> None:
+    """Raise for options about weights of a call without a format of weights, which would not use them."""
+    for name, given in (("clip", clip), ("skip_modules", skip_modules)):
+        check(fmt is not None or not given, f"{name}={given!r} is about weights; name weights= as well, or leave it out")
 
 
 def _check_weights_are_plain(model: Any, weights: str | None, lm_head: str | None, skip_modules: Iterable[str]) -> None:

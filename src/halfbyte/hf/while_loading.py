@@ -17,7 +17,7 @@ from halfbyte.formats import weight_format
 from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.quantization_config import mark_quantized
-from halfbyte.hf.quantize_model import quantize
+from halfbyte.hf.quantize_model import check_about_weights, quantize
 from halfbyte.hf.weights import Target, check_fits, find_lm_head, quantized, replace, select, warn_about_rest
 from halfbyte.reference.quantize import check_clip
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
@@ -54,7 +54,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         )
         if "rotate_values" in self.rest and (weights is not None or not cached):
             raise Unsupported("rotate_values changes 16-bit weights; load the model without, then call halfbyte.hf.quantize")
-        check(self.clip is None or (weights or lm_head) is not None, f"clip={self.clip!r} is about weights; name weights= as well")
+        check_about_weights(weights or lm_head, self.clip, options.get("skip_modules") or ())
         if (weights or lm_head) is not None and ranks_of(model) > 1:
             raise Unsupported(
                 "weights are not quantized while tensor parallelism shares them out; quantize on one process, save, and load that "
