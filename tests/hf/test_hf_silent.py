@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 import torch
 import transformers as tf
+from families import tiny_model
 from safetensors.torch import load_file, save_file
 from tiny_models import BEFORE_5_20, LLAMA, SIZES
 from transformers.cache_utils import DynamicLayer
@@ -281,6 +283,24 @@ def test_packed_forwards_take_the_options_of_a_forward(build, prompt, chunk):
         torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=9).loss, whole.loss * 2 * 36 / 9)
         with pytest.raises(Unsupported, match="logits_to_keep is a tensor"):
             model(ids, logits_to_keep=torch.tensor([0]))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "roc_bert", "emu3", "llama"])
+def test_packed_forwards_name_what_they_pass(family, prompt):
+    """Arguments of forwards are in orders of their own: GPT-2's second one is a cache, Emu3's are images."""
+    model, ids = tiny_model(family), prompt(2, 37)
+    mask = torch.ones_like(ids)
+    mask[0, :19] = 0
+    order = [*inspect.signature(model.forward).parameters]
+    by_place = [{"input_ids": ids, "attention_mask": mask}.get(name) for name in order[: order.index("attention_mask") + 1]]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        hf.quantize(model, keys="bf16", values="bf16")
+        with hf.packed_forwards(model):
+            found = model(ids, attention_mask=mask).logits
+            assert torch.equal(model(*by_place).logits, found)
+            model(ids)
+    assert (found - expected)[mask.bool()].norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("tokens", [20, 40])  # within the length at which RoPE changes, and beyond

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,17 +83,13 @@ class _Forward:
     def __init__(self, model: Any, settings: CacheSettings, chunk: int, forward: Any) -> None:
         self.model, self.settings, self.chunk, self.forward = model, settings, chunk, forward
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        *args: Any,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args:  # in an order of the family's own
+            kwargs = dict(**inspect.signature(self.forward).bind_partial(*args).arguments, **kwargs)
         if any(kwargs.get(name) is not None for name in (CACHE, "past_key_values")):
-            return self.forward(input_ids, attention_mask, *args, labels=labels, **kwargs)
-        if input_ids is None or args or (attention_mask is not None and attention_mask.ndim != 2):
+            return self.forward(**kwargs)
+        input_ids, attention_mask, labels = (kwargs.pop(name, None) for name in ("input_ids", "attention_mask", "labels"))
+        if input_ids is None or (attention_mask is not None and attention_mask.ndim != 2):
             raise Unsupported("packed_forwards cuts input_ids and a 2-D attention_mask into chunks; pass these two, by name")
         keep = kwargs.pop("logits_to_keep", 0)
         if not isinstance(keep, int):
@@ -125,9 +122,9 @@ class _Forward:
             cut: dict[str, Any] = {name: x[..., part] for name, x in by_token.items()}
             if keep:  # at least one, as 0 stands for all
                 cut["logits_to_keep"] = max(1, min(part.stop, tokens) - max(start, tokens - keep))
-            seen = None if mask is None else mask[:, : part.stop]
+            cut |= {} if mask is None else {"attention_mask": mask[:, : part.stop]}
             with part_of_text(self.model, last):
-                outputs.append(self.forward(input_ids[:, part], seen, **{**kwargs, **cut, CACHE: cache}))
+                outputs.append(self.forward(input_ids=input_ids[:, part], **{**kwargs, **cut, CACHE: cache}))
         return outputs
 
 
