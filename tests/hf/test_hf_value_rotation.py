@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from families import FAMILIES, tiny_model
 from torch import nn
 
 import halfbyte.hf as hf
@@ -120,6 +121,12 @@ def test_what_cannot_be_rotated_says_why_and_stays(build, family, change, error,
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     with pytest.raises(InvalidArgument, match="rotate_values='yes'"):
         hf.quantize(model, keys="int8", rotate_values="yes")
+
+
+@pytest.mark.parametrize("family", [name for name in ("mamba", "xlstm", "gemma4_text") if name in FAMILIES])
+def test_no_heads_of_one_size(family):
+    with pytest.raises(Unsupported, match=f"rotate_values=True: the configuration of {family} has no heads of one size"):
+        hf.quantize(tiny_model(family), "int8_col", rotate_values=True)
 
 
 # ------------------------------------------------------------------------------------------- where weights cannot take it

@@ -30,7 +30,12 @@ def layers_to_rotate(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
     config = text_config(model)
     if getattr(model.config, SAVED, False):
         return []
-    dim = head_dims(config)[1]
+    try:
+        dim, _ = head_dims(config)[1], config.num_attention_heads
+    except (AttributeError, RuntimeError) as error:  # none (Mamba), or others in each layer (Gemma 4)
+        raise Unsupported(
+            f"rotate_values=True: the configuration of {config.model_type} has no heads of one size; leave rotate_values out"
+        ) from error
     check_rotation(True, dim)
     if getattr(config, "clip_qkv", None) is not None:
         raise Unsupported(
