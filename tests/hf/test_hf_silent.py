@@ -285,6 +285,18 @@ def test_packed_forwards_take_the_options_of_a_forward(build, prompt, chunk):
             model(ids, logits_to_keep=torch.tensor([0]))
 
 
+def test_packed_forwards_refuse_router_logits(prompt):
+    """Of which the last chunk would have some, and the loss none."""
+    model = hf.quantize(tiny_model("mixtral"), keys="int8", values="int8")
+    with torch.no_grad(), hf.packed_forwards(model):
+        with pytest.raises(Unsupported, match="output_router_logits=False"):
+            model(prompt(), output_router_logits=True)
+        model.config.output_router_logits = True
+        with pytest.raises(Unsupported, match="output_router_logits=False"):
+            model(prompt(), labels=prompt())
+        assert model(prompt(), labels=prompt(), output_router_logits=False).loss.isfinite()
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "roc_bert", "emu3", "llama"])
 def test_packed_forwards_name_what_they_pass(family, prompt):
     """Arguments of forwards are in orders of their own: GPT-2's second one is a cache, Emu3's are images."""

@@ -94,6 +94,8 @@ class _Forward:
         keep = kwargs.pop("logits_to_keep", 0)
         if not isinstance(keep, int):
             raise Unsupported("logits_to_keep is a tensor; within packed_forwards pass a number, or take these rows of all logits")
+        if kwargs.get("output_router_logits", getattr(self.model.config.get_text_config(), "output_router_logits", False)):
+            raise Unsupported("packed_forwards collects no router logits, nor their loss; pass output_router_logits=False")
         outputs = self._chunks(input_ids, _left(attention_mask), keep, **{**kwargs, "use_cache": True, "return_dict": True})
         last = outputs[-1]
         for name in _BY_TOKEN:
@@ -119,7 +121,7 @@ class _Forward:
         by_token = {name: x for name, x in kwargs.items() if name in ("position_ids", "token_type_ids") and x is not None}
         for start in range(0, tokens, self.chunk):
             part = slice(start, start + self.chunk)
-            cut: dict[str, Any] = {name: x[..., part] for name, x in by_token.items()}
+            cut: dict[str, Any] = {name: x[..., part].contiguous() for name, x in by_token.items()}  # as Kosmos-2.5 wants them
             if keep:  # at least one, as 0 stands for all
                 cut["logits_to_keep"] = max(1, min(part.stop, tokens) - max(start, tokens - keep))
             cut |= {} if mask is None else {"attention_mask": mask[:, : part.stop]}
