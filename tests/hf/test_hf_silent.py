@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 from families import tiny_model
 from safetensors.torch import load_file, save_file
-from tiny_models import BEFORE_5_20, LLAMA, SIZES
+from tiny_models import LLAMA, SIZES, before
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import configuration_utils
 from transformers.quantizers import auto
@@ -207,7 +207,7 @@ def longrope(config, **options):
     return tf.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
 
 
-@pytest.mark.skipif(BEFORE_5_20, reason="where it drops its cache, this transformers goes on with the newest token alone")
+@pytest.mark.skipif(before("5.20"), reason="where it drops its cache, this transformers goes on with the newest token alone")
 @pytest.mark.parametrize("tokens", [19, 24, 25, 40])  # crossing while it generates, at once, and beyond from the beginning
 @pytest.mark.parametrize(("config", "options"), [(tf.Phi3Config, {}), (tf.PhimoeConfig, {"num_local_experts": 4})])
 def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy, rounded, monkeypatch):

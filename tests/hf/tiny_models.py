@@ -11,8 +11,6 @@ import transformers as tf
 from packaging.version import Version
 
 VOCAB = 101
-#: Whose own faults some tests would meet.
-BEFORE_5_20 = Version(tf.__version__) < Version("5.20")
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
 LLAMA: dict[str, Any] = {**SIZES, "intermediate_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32}
 
@@ -55,3 +53,8 @@ def made(config: Any) -> Any:
                 p.normal_(0, 0.3)
     model.generation_config.eos_token_id = None
     return model
+
+
+def before(version: str) -> bool:
+    """Whether this transformers is older, and has a fault of its own that a test would meet."""
+    return Version(tf.__version__) < Version(version)
