@@ -76,9 +76,7 @@ class ResultOptions:
 class EvalOptions(ResultOptions):
     """And whether an evidence card is made."""
 
-    suite: Annotated[bool, typer.Option("--suite", help="Measure an evidence card: several formats, long contexts, --tasks.")] = (
-        False
-    )
+    suite: Annotated[bool, typer.Option("--suite", help="Measure an evidence card: formats, long contexts, --tasks.")] = False
     card: Annotated[
         Path | None, typer.Option(help="With --suite: the card, a .json file; .md is written next to it. Default: MODEL-card.json.")
     ] = None

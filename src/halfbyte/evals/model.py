@@ -138,15 +138,14 @@ def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
 
     A chunk of more than `DECODE_QUERIES` tokens sees itself exactly and is rounded for those after it, as ours does.
     """
-    from transformers import DynamicCache, cache_utils
-    from transformers.cache_utils import DynamicLayer
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
     from halfbyte.hf.attention import DECODE_QUERIES
     from halfbyte.hf.cache_layers import EmptyLayer, StateLayer
     from halfbyte.hf.model_support import ATTENTION, STATES, layer_types, text_config
 
     config = text_config(model)
-    both: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", object)
 
     class Rounded(DynamicLayer):  # type: ignore[misc]
         def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +158,7 @@ def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
                 return self.keys, self.values
             return torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
 
-    class RoundedHybrid(Rounded, both):  # type: ignore[misc]
+    class RoundedHybrid(Rounded, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
         """Of a layer that has a state as well."""
 
     def layer(kind: str) -> Any:

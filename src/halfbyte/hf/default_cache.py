@@ -165,9 +165,9 @@ def _moved(t: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _check_goes_on(held: int, generation_config: Any, mask: torch.Tensor | None) -> None:
-    """Raise for a text that ends within the `held` tokens: transformers would feed some end of it behind them.
+    """Raise for a text that ends within the `held` tokens: `generate()` would append the wrong part of it.
 
-    It drops a mask without padding, and keeps its length.
+    transformers drops a mask without padding and keeps its length in `generation_config`.
     """
     columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
     if columns is not None and columns <= held:

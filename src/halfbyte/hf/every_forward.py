@@ -119,13 +119,13 @@ class _Forward:
         positions = kwargs.get("position_ids")
         last = tokens - 1 if positions is None else int(positions.max())
         by_token = {name: x for name, x in kwargs.items() if name in ("position_ids", "token_type_ids") and x is not None}
-        for start in range(0, tokens, self.chunk):
-            part = slice(start, start + self.chunk)
-            cut: dict[str, Any] = {name: x[..., part].contiguous() for name, x in by_token.items()}  # as Kosmos-2.5 wants them
-            if keep:  # at least one, as 0 stands for all
-                cut["logits_to_keep"] = max(1, min(part.stop, tokens) - max(start, tokens - keep))
-            cut |= {} if mask is None else {"attention_mask": mask[:, : part.stop]}
-            with part_of_text(self.model, last):
+        with part_of_text(self.model, last):
+            for start in range(0, tokens, self.chunk):
+                part = slice(start, start + self.chunk)
+                cut: dict[str, Any] = {name: x[..., part].contiguous() for name, x in by_token.items()}  # as Kosmos-2.5 wants them
+                if keep:  # at least one, as 0 stands for all
+                    cut["logits_to_keep"] = max(1, min(part.stop, tokens) - max(start, tokens - keep))
+                cut |= {} if mask is None else {"attention_mask": mask[:, : part.stop]}
                 outputs.append(self.forward(input_ids=input_ids[:, part], **{**kwargs, **cut, CACHE: cache}))
         return outputs
 

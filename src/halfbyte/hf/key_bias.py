@@ -18,7 +18,7 @@ from torch import nn
 
 from halfbyte.formats import Format
 from halfbyte.hf.layer_options import one_each
-from halfbyte.hf.model_support import blocks, text_config
+from halfbyte.hf.model_support import blocks, kv_heads, text_config
 from halfbyte.nn import QuantLinear, dense_weight
 from halfbyte.reference.hadamard import block_size
 
@@ -50,9 +50,9 @@ def key_biases(model: nn.Module, rotate_keys: bool | Sequence[bool] = False) -> 
     """
     config = text_config(model)
     rotations = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     found = []
     for layer, block in enumerate(blocks(model)):
+        heads = kv_heads(config, layer)
         for projection, rows in _key_projections(block, config, heads):
             bias, weight = _rows(projection, rows)
             if bias is not None and weight is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.hf.model_support import blocks, head_dims, text_config
+from halfbyte.hf.model_support import blocks, head_dims, kv_heads, text_config
 from halfbyte.reference.hadamard import check_rotation, rotate
 
 #: The entry of config.json by which a model is known to have it: applying H again would undo it.
@@ -88,8 +88,8 @@ def _projections(block: nn.Module, number: int, config: Any, dim: int) -> tuple[
     if more := parts - {"v_proj", "o_proj"} - _ELSEWHERE:
         raise Unsupported(f"{what} has {', '.join(sorted(more))}, which may change values between v_proj and o_proj")
     heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    shared = kv_heads(config, number)
     sizes = (v_proj.out_features, o_proj.in_features, getattr(attention.q_proj, "out_features", 0))
-    if sizes != (kv_heads * dim, heads * dim, heads * head_dims(config)[0]):
-        raise Unsupported(f"{what}: v_proj, o_proj and q_proj have {sizes} features; expected those of {heads} heads on {kv_heads}")
+    if sizes != (shared * dim, heads * dim, heads * head_dims(config)[0]):
+        raise Unsupported(f"{what}: v_proj, o_proj and q_proj have {sizes} features; expected those of {heads} heads on {shared}")
     return v_proj, o_proj
