@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test slow-test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -26,14 +26,21 @@ demo: $(VENV)/.ready-all   ## the main job on the shipped model: table, texts, H
 # run, are compiled for a GPU and emulated. The GPU's suite runs dry here, in small and on the CPU, so that it does not rot between the
 # machines that have a GPU. Each suite takes two processes with a thread each: most tests are too small for more threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
+define SUITES
+	$(PYTEST) -m $(1)
+	TRITON_INTERPRET=1 $(PYTEST) -m $(1) tests/interpreted
+	$(PYTEST) -m $(1) tests/emulated
+endef
+
+test: $(VENV)/.ready-test  ## lint, types and the test suite on a CPU, but for slow tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
-	$(PYTEST) tests/emulated
+	$(call SUITES,"not slow")
 	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
+
+slow-test: $(VENV)/.ready-test  ## slow tests, which CI runs after the others
+	$(call SUITES,slow)
 
 # Every family of models, every saved folder and every option of generate(), of which `make test` takes a sample; PEFT and lm-eval, which
 # it does without; and transformers' own tests of generation, which are in its repository only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,19 @@ settings.register_profile(
     "mutants", settings.get_profile("halfbyte"), derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("halfbyte")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`slow(sample=n)`: n cases of a test's many, spread evenly, are not slow."""
+    matrices = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("slow")) and "sample" in mark.kwargs:
+            matrices[item.nodeid.partition("[")[0], mark.kwargs["sample"]].append(item)
+    for (_, sample), cases in matrices.items():
+        for i in range(sample):
+            case = cases[i * len(cases) // sample]
+            case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
 
 
 @pytest.fixture(autouse=True)

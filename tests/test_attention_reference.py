@@ -456,6 +456,7 @@ def test_rope_turns_pairs_by_an_angle() -> None:
 PAST, CHUNK = (0, 1, 20, 31, 32, 33), (17, 32, 100)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("impl", ["cpu", "reference"])

@@ -56,6 +56,7 @@ def assert_same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> Non
         assert torch.equal(x, y)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(("impl", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("reference", torch.float32)])
 @pytest.mark.parametrize(
     ("keys", "values", "options"),

@@ -213,6 +213,7 @@ def run(*arguments: str) -> int:
     return int(left.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, page = tmp_path / "plan.json", tmp_path / "page.html"
     options = ["--formats", "int8,int4", "--windows", "1", "--length", "32"]
@@ -234,6 +235,7 @@ def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.C
     assert said["kv_bytes_per_token"] == cache.bytes_per_token
 
 
+@pytest.mark.slow
 def test_plans_with_sink_and_recent_tokens_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.json"
     options = ["--formats", "int8,int2", "--windows", "1", "--length", "32", "--sink-tokens", "4", "--recent-tokens", "16"]

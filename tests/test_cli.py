@@ -288,6 +288,7 @@ def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[s
     assert "leaves nothing to measure" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("brief")
 def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "roofline", "--mib", "1", "--device", "cpu") == 0
@@ -428,6 +429,7 @@ def test_a_device_that_is_not_there_is_one_line(
     assert device in said
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk: writes stop half-way and raise."""
     code = """

@@ -24,6 +24,7 @@ def sqnr(x: torch.Tensor, fmt: Format) -> float:
     return 10 * math.log10(x.square().sum() / (quantize(x, fmt).dequantize() - x).square().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_clip_has_the_least_squared_error_of_normal_numbers(name: str) -> None:
     """Of all multiples of 1 / 32, for blocks of 128 numbers, or of a group."""

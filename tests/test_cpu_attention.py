@@ -175,6 +175,7 @@ def shuffled(batch: int, pages: int) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------------------- formats
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize(("exact", "queries"), [((0, 20), 1), ((3, 0), 2), ((5, 7), 3), ((40, 9), 1)])
 def test_sink_and_recent_tokens(name: str, exact: tuple[int, int], queries: int) -> None:
@@ -281,6 +282,7 @@ def test_no_sequences_and_no_capacity() -> None:
     c.check()
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("page", [None, 32])
 def test_memory_is_that_of_a_block_however_long_the_cache_is(name: str, page: int | None) -> None:

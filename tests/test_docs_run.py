@@ -51,6 +51,7 @@ def models(gptq_folder: Path) -> dict[str, str]:
     return {"shipped": str(shipped_model()), "gptq": str(gptq_folder)}
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_block_runs_and_again_over_its_files(

@@ -351,6 +351,7 @@ def test_eval_rotates_as_caches_do(options: list[str], name: str, capsys: pytest
     assert 0 < said["results"][1]["kl_mean"] < 0.1
 
 
+@pytest.mark.slow
 def test_eval_of_an_fp16_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights, the 16-bit run's cache and what a cache keeps in 16 bits are fp16, also where a CPU computes in fp32."""
     file, options = tmp_path / "results.jsonl", ["--windows", "2", "--length", "64", "--keys", "int8", "--values", "int8"]

@@ -31,6 +31,7 @@ def output(name: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({p.name for p in EXAMPLES.glob("*.py")} - {WHOLE_MODEL}))
 def test_example(name: str) -> None:
     said = output(name)
@@ -39,6 +40,7 @@ def test_example(name: str) -> None:
         assert float(said.split("within")[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_whole_model_leaves_records(tmp_path: Path) -> None:
     """Four of them; fp32 weights and cache take four times the bytes of 8-bit ones, less what stays in 32 bits."""
     file = tmp_path / "models.jsonl"

@@ -78,6 +78,7 @@ class Base(Chat):
     chat_template = None  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_figures_against_full_forward_passes(shipped: Any) -> None:
     made = tasks(shipped)
     result, text = long_context(shipped, Setting(), made, None, shipped)
@@ -93,6 +94,7 @@ def test_figures_against_full_forward_passes(shipped: Any) -> None:
     assert result.nll == pytest.approx(-float(judged.mean()), rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_ruins_a_cache_is_seen(shipped: Any) -> None:
     """INT8 finds what 16 bits find; token-wise INT4 keys of a model with outliers find little, and their text parts at once."""
     model = with_outliers(shipped, next(p for p in PROFILES if p.name == "Qwen3"))
@@ -116,6 +118,7 @@ def run(*arguments: str) -> int:
     return int(left.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, out = tmp_path / "r.html", tmp_path / "r.jsonl"
     options = ["--windows", "1", "--length", "32", "--long", "120", "--html", str(page), "--output", str(out)]

@@ -59,6 +59,7 @@ def flat(cache: KVCache) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 def test_opcheck_append(layout: dict[str, Any]) -> None:
     cache, (k, v) = build(layout), random_tokens(3)
@@ -101,6 +102,7 @@ def test_rotation_of_heads() -> None:
             rotate_heads(given)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 @pytest.mark.parametrize("level", ["cpu", "reference"])
 def test_opcheck_decode_attention(layout: dict[str, Any], level: str) -> None:

@@ -159,6 +159,7 @@ def test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds(
         tuned(replace(p, queries=tokens, batch=min(p.batch, 8)), capability=capability)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_no_fact_of_a_batch_decides_on_bits_that_must_not_depend_on_it(name: str, capability: tuple[int, int]) -> None:

@@ -133,11 +133,13 @@ def test_every_study_is_here() -> None:
     assert set(SMALL) | NOTHING_RUNS == set(QUESTIONS)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("study", SMALL)
 def test_what_is_right_is_measured(study: str) -> None:
     assert [r.refused for r in measured(study) if r.refused] == []
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("fault", [too_large, one_wrong_head])
 @pytest.mark.parametrize("study", SMALL)
 def test_what_is_wrong_is_refused(study: str, fault: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

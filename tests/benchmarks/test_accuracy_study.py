@@ -198,6 +198,7 @@ def test_records_table_and_charts() -> None:
 # --------------------------------------------------------------------------------------------------------- quality per bit
 
 
+@pytest.mark.slow
 def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain model and one with outliers; each number is where its kind and its model say, and the sentences compare like bits."""
     model, tokenizer = shipped

@@ -54,6 +54,7 @@ def test_a_narrow_terminal_cuts_no_word(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "\u2026" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
 def test_what_is_no_text_is_shown_and_recorded(encoding: str, tmp_path: Path) -> None:
     file = tmp_path / "r\udcff\u00e9.jsonl"

@@ -30,6 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engines, name, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [Requests(2, 20), MIXED])
 def test_it_runs_on_a_cpu(requests: Requests) -> None:
     measured = session(pattern="int4|sdpa$").run([engines.StepJob(requests)])

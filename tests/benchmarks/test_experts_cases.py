@@ -22,6 +22,7 @@ def session(pattern: str = "") -> Session:
     return Session(Options(quick=True, pattern=pattern, threads=1), describe("cpu"))
 
 
+@pytest.mark.slow
 def test_both_projections_run_on_a_cpu() -> None:
     measured = session().run([GATE_AND_UP, DOWN])
     assert len(measured) == 2 * (len(experts_cases.TOKENS) + 2)
@@ -32,6 +33,7 @@ def test_both_projections_run_on_a_cpu() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_prompts_stand_beside_16_bits() -> None:
     for job in (GATE_AND_UP, DOWN):
         peer, ours = session("96 tokens").run([job])

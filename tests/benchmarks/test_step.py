@@ -47,6 +47,7 @@ def test_ranks_run_where_there_are_gpus_for_them(monkeypatch: pytest.MonkeyPatch
     assert [job.traced for job in found] == [True, False, False]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured() -> None:
     """In two processes; ranks whose logits differ are refused there."""
     session = Session(Options(pattern="demo-2 on 2", threads=1), CPU)
@@ -61,6 +62,7 @@ def test_sizes_that_ranks_cannot_share_are_refused() -> None:
         ranks.share(config, 2, CPU, step.FORMATS)
 
 
+@pytest.mark.slow
 def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_step, "_REPEATS", 1)
     monkeypatch.setattr(model_step, "_WARM_UP", 1)

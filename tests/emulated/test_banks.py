@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Callable[[], object], dict[str, float]]] = {
 }
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", CASES)
 def test_passes_through_shared_memory(name: str) -> None:
     """Codes (ldmatrix) never meet on a bank; what else does is known."""

@@ -122,6 +122,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_keeps_its_promise(name: str) -> None:
     call = build(CASES[name], "cpu")
@@ -240,6 +241,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "FIXED_FANIN", 2)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize("name", INVARIANT)
 def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
@@ -254,6 +256,7 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
         assert all(same_bits(a, b[some]) for a, b in zip(found, whole, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize(
     ("keys", "values", "given"),

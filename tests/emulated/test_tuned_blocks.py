@@ -89,6 +89,7 @@ def stored(*weights: QuantTensor) -> set[int]:
     return {t.untyped_storage().data_ptr() for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None}
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_the_residual_sum_and_what_a_norm_needs(case: Case) -> None:
     """The bits of the launches one by one; the norm's factor from sums of squares in fp32."""
@@ -131,6 +132,7 @@ def check(found: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> None
     assert error <= 1.1 * other
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_projections_of_rows_without_their_factor(case: Case) -> None:
     x, truth = unscaled(case)
@@ -146,6 +148,7 @@ def test_projections_of_rows_without_their_factor(case: Case) -> None:
         check(out, by_modules, exact)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_gated_products(case: Case) -> None:
     """Of rows as they are with the bits of the launches one by one, where no tile is split; and of rows without their factor."""

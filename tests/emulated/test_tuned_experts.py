@@ -68,6 +68,7 @@ def check(case: Mixture, num_sms: int) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, (c.weight, c.tokens, *c.shape, *c.options.split()))))
 def test_mixtures_keep_their_promise(case: Case) -> None:
     check(case.build(), case.num_sms)

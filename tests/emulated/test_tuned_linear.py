@@ -63,6 +63,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.weight}-{c.rows}x{','.join(map(str, c.features))}x{c.width}")
 def test_products_keep_their_promise(case: Product) -> None:
     rng = torch.Generator().manual_seed(case.rows)

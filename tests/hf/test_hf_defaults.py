@@ -78,6 +78,7 @@ def test_a_head_that_does_not_fit_changes_nothing(build):
     assert (weights(model), cache(model)) == (set(), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outliers", [None, *PROFILES], ids=lambda p: p.name if p else "plain")
 def test_no_uniform_choice_of_its_size_diverges_less(outliers):
     """Of those that come close on the plain model: as large as the default, or smaller."""

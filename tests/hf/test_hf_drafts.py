@@ -27,6 +27,7 @@ def drafts(source, build, family):
     return {"prompt_lookup_num_tokens": 20 if source == "long lookup" else 7}
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     ("family", "case", "source"), [*itertools.product(["llama"], CASES, SOURCES), ("gpt_oss", "per-channel", "lookup")]
 )

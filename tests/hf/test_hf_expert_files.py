@@ -107,6 +107,7 @@ def write(folder: Path, family: str, kind: str, edit: Callable[[dict[str, torch.
     return model
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.filterwarnings("ignore:.*stay in 16 bits")
 @pytest.mark.parametrize("kind", CASES)
 def test_every_kind(kind: str, prompt: Any, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def same_logits(a: Any, b: Any, ids: torch.Tensor) -> None:
         torch.testing.assert_close(a.eval()(ids).logits, b.eval()(ids).logits, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(kind: str, prompt: Any, tmp_path: Path) -> None:
     model = write(tiny(), tmp_path, blocks(kind, without="o_proj"))
@@ -214,6 +215,7 @@ def shipped(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_quantize_from(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("quantize", "--from", str(shipped), "-o", str(tmp_path / "own")) == 0
     assert "equal bit for bit" in capsys.readouterr().out

@@ -89,6 +89,7 @@ def same(a: Any, b: Any) -> None:
         assert torch.equal(t, second[name]), name
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("fmt", ["int4_g32", "int8_col", "nvfp4", "nf4"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3", "mixtral"])
 def test_as_transformers_multiplies_out(family: str, fmt: str, tmp_path: Path) -> None:

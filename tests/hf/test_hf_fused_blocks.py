@@ -87,6 +87,7 @@ def blocks_ran(monkeypatch: pytest.MonkeyPatch) -> list[FusedBlock]:
     return ran
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", DESCRIBED)
 def test_the_same_tokens(family, batch, prompt, blocks_ran):
@@ -103,6 +104,7 @@ def test_the_same_tokens(family, batch, prompt, blocks_ran):
     assert len(set(plain[:, 21:].flatten().tolist())) > 5
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("family", DESCRIBED)
 def test_hidden_states_within_the_promise_in_16_bits(family, prompt):
     """Against the same weights and cache in 32 bits, the error is at most twice that of the plain modules."""

@@ -74,6 +74,7 @@ def named(value):
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_of_every_family(packed, prompt, family, batch):
@@ -89,6 +90,7 @@ def some_tokens(model, ids, count):
     return [int(new[row, 3 * row + 2]) for row in range(count)]
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -196,6 +198,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_device_is_read_once_in_so_many_tokens(packed, prompt, monkeypatch, family, sample):
@@ -213,6 +216,7 @@ def test_the_device_is_read_once_in_so_many_tokens(packed, prompt, monkeypatch, 
     assert of_the_loop == ["graph_generate.py"] * 5  # after 8, 16, 24, 32 tokens, and at the end
 
 
+@pytest.mark.slow
 def test_the_next_call_keeps_step_and_cache(packed, prompt):
     """Whatever the lengths of its prompts and answers, if the batch is as large and all fits."""
     model = packed()
@@ -352,6 +356,7 @@ def taped(monkeypatch):
     return tapes
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     ("options", "recorded"),
     [
@@ -382,6 +387,7 @@ def test_choices_of_logits_alone_are_recorded(packed, prompt, taped, options, re
         assert len(taped) == recorded * (1 if keeps else seed + 1)
 
 
+@pytest.mark.slow
 def test_every_way_to_choose_has_a_recorded_choice_of_its_own(packed, prompt, taped):
     model = packed()
     ways = [{"do_sample": True, "temperature": t, "top_k": k} for t in (0.5, 2.0) for k in (3, 9)]
@@ -417,6 +423,7 @@ def test_seeded_generator(packed, prompt):
     assert not torch.equal(made[0], made[2])
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.usefixtures("falls_back")
 @pytest.mark.parametrize(
     ("options", "reason"),

@@ -26,6 +26,7 @@ def test_a_cache_that_grew_is_one_that_was_large(build, prompt, keys, values):
     assert torch.equal(*runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_conversation_outgrows_its_first_cache(build, prompt, greedy, family):
     model, ids = hf.quantize(build(family), keys="int8", values="int8"), prompt(2)

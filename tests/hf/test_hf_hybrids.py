@@ -66,6 +66,7 @@ def test_a_text_in_chunks(family):
     assert (logits - wanted).abs().max() < CLOSE["int8"] * wanted.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_calls_and_their_options(family):
     """The loop of recorded steps, twice, because it keeps its cache; a continued conversation; beams."""

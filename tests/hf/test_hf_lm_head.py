@@ -59,6 +59,7 @@ def test_its_codes_and_nothing_else(prompt, tied, weights, fmt):
         assert torch.equal(model(ids).logits, halfbyte.linear(hidden, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("weights", [None, "int4_g32"])
 def test_saved_and_loaded(prompt, greedy, tmp_path, tied, weights):

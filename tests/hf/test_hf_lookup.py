@@ -90,6 +90,7 @@ def test_greedy_of_every_family(packed, prompt, right_drafts, family):
     assert len(steps) < 20
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("tokens", [9, 27])
 @pytest.mark.parametrize("case", CACHES)
 def test_greedy_of_every_kind_of_cache(build, prompt, right_drafts, case, tokens):
@@ -124,6 +125,7 @@ def test_ends_inside_of_accepted_drafts(packed, prompt, right_drafts, place):
         assert torch.equal(theirs, ours)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     "options",
     [

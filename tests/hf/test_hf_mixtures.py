@@ -61,6 +61,7 @@ def same(a: Any, b: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------------ families
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_logits_of_the_dequantized_model(family: str, fmt: str, prompt: Any) -> None:
@@ -230,6 +231,7 @@ def test_only_the_experts_that_are_hit_are_read(monkeypatch: Any) -> None:
 # -------------------------------------------------------------------------------------------------------------- save and load
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "inkling2_text", *CALLED])
 def test_bit_for_bit(family: str, prompt: Any, tmp_path: Any) -> None:
     model = hf.quantize(tiny_model(family), weights="nvfp4")
@@ -242,6 +244,7 @@ def test_bit_for_bit(family: str, prompt: Any, tmp_path: Any) -> None:
         assert torch.equal(logits(other, prompt()), expected)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("fmt", sorted(halfbyte.WEIGHT_FORMATS))
 def test_every_format_loads_again(fmt: str, tmp_path: Any) -> None:
     config = tiny_config("mixtral")

@@ -36,6 +36,7 @@ from halfbyte.nn import QuantLayer
 FORMATS = Formats("int4_g64", "int8", "int4_g32")
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt's are subtracted, and what is left is divided by the steps."""
     model, steps = load("demo", describe("cpu"), FORMATS), Steps(2, 8, 3)
@@ -86,6 +87,7 @@ def test_sides_are_timed_in_turn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert min(found[0].steps) < max(found[0].steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [WAYS[:1], WAYS[3:], WAYS[:2]])
 def test_ways_that_are_chosen(monkeypatch: pytest.MonkeyPatch, ways: tuple[Way, ...]) -> None:
     """Quantized only for the ways that are; the timed calls of the recorded ones share one step and its capacity."""
@@ -191,6 +193,7 @@ def run(*arguments: str) -> None:
         cli.main(["bench", "model", *arguments])
 
 
+@pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_step, "_WARM_UP", 1)
     monkeypatch.setattr(model_step, "_REPEATS", 1)

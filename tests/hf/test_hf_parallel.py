@@ -114,6 +114,7 @@ def model(fmt: str, act_order: tuple[str, ...] = (), **options: Any) -> Any:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(before("5.21"), reason="this transformers shares out no output layer of odd size")
 def test_models_over_two_processes(tmp_path: Path) -> None:
     """GQA with biases; each format of another kind; act-order where it can be; packed caches, recorded steps; the refusals."""

@@ -27,6 +27,7 @@ def feed(model, ids, cache, cuts) -> torch.Tensor:
     return torch.cat(outs, 1)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("cuts", [(20, 40, 150), (33, 73, 150), (50, 100, 150)])
 @pytest.mark.parametrize("keys", ["int8_channel", "int4_channel", "int8"])
 def test_long_chunks_after_a_past(build, prompt, keys, cuts):

@@ -40,6 +40,7 @@ def same(model, other):
     return first.keys() == second.keys() and all(torch.equal(t, second[n]) and t.dtype == second[n].dtype for n, t in first.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

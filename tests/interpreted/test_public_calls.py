@@ -75,6 +75,7 @@ def test_prefill_and_the_registered_op() -> None:
     torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_prompt_of_more_rows_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
     """131,072 tokens of a model with 16 query heads a KV head; here 33 tokens, and 2 blocks of 32 rows in a launch."""

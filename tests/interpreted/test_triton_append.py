@@ -86,6 +86,7 @@ def both(how: str, heads: int, dim: int, dtype: torch.dtype = torch.float16, **o
     assert_same(expected, got)
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(("keys", "values"), PAIRS)
 def test_every_format_is_the_reference_bit_for_bit(keys: str, values: str) -> None:
     i = PAIRS.index((keys, values))

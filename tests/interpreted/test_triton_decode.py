@@ -151,6 +151,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("queries", "splits", "keys"), [(1, 1, "int8"), (5, 2, "int4_channel")])
 def test_every_option(name: str, queries: int, splits: int, keys: str) -> None:

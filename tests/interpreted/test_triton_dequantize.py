@@ -53,6 +53,7 @@ def test_odd_widths(name: str, width: int) -> None:
     assert torch.equal(bits(written([w], 0, 3, torch.bfloat16)), bits(hb.dequantize(w, torch.bfloat16)))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_every_code_and_every_scale(name: str) -> None:
     """All 256 bytes as codes; as scales everything that is stored in a byte, NaN and subnormals with it."""

@@ -47,6 +47,7 @@ def run(case: Mixture, chosen: ExpertsTiles) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_every_format(name: str, dtype: torch.dtype) -> None:
@@ -60,6 +61,7 @@ WAYS = [{"by_expert": by, "splits": n} for by in (False, True) for n in (1, 3)] 
 IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_to_cut_the_work(way: dict[str, int], gated: bool) -> None:
@@ -90,6 +92,7 @@ def test_an_expert_that_is_hit_is_one_slot(way: dict[str, bool]) -> None:
     assert sorted(work, key=lambda w: (w[0], -w[1])) == [*blocks, (1, 16), (3, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_every_epilogue(activation: Activation | None) -> None:
     for gates in (None, torch.rand(len(IDS), 2)):
@@ -143,6 +146,7 @@ def by_blocks(case: Mixture, rows: int = 48) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_dequantized_experts_in_every_format(name: str) -> None:
     """One of its two products with act-order: of every other format the first."""
@@ -152,6 +156,7 @@ def test_dequantized_experts_in_every_format(name: str) -> None:
     Mixture(normal(12, 2, 256).bfloat16(), second, ids, normal(12, 2).softmax(1)).check(by_blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_every_epilogue_of_dequantized_experts(activation: Activation | None) -> None:
     """Also with ids that are no expert, an expert without tokens, and slices of x."""
@@ -191,6 +196,7 @@ def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == [12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4_g32", "mxfp4", "nf4_dq", "nvfp4"])
 def test_rows_that_stay_sorted_between_projections_change_no_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with ids that are no expert, an expert without tokens, biases, and another order of columns in each expert."""
@@ -234,6 +240,7 @@ def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
     assert experts.tolist() == [0, 0, 1, 2, 2, 4]
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (255, 3), (256, 40), (257, 30), (1000, 31), (66000, 5)])
 def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
     """Also with numbers that are no expert, which come last, and more blocks than are added up at a time."""

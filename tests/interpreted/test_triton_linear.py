@@ -82,6 +82,7 @@ def test_every_format_with_exact_sums(name: str, dtype: torch.dtype) -> None:
     Product(normal(3, 384).to(dtype), [weight(name, 37, 384)], [normal(37)]).check(tiles(384, step, 2))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_folded(name: str, dtype: torch.dtype) -> None:

@@ -41,6 +41,7 @@ def new_tokens(dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     return k, v, slots
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(("keys", "values"), [pair for pair in PAIRS if not key_format(pair[0]).token_block])
 def test_every_format_is_the_reference_bit_for_bit(keys: str, values: str) -> None:
     i = PAIRS.index((keys, values))

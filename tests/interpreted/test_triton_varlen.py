@@ -21,6 +21,7 @@ MANY = [(1, 1 + 3 * b % 40) for b in range(132)] + [(18, 30), (0, 0), (2, 2)]
 BAD_BOUNDS = ([0, 5, 3, 99, -7, 10, 2], [9, 9, 9, 9, 9, 9, 10**6], [-(2**31)] * 7, [2**31 - 1] * 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_mixed_batch(options: str) -> None:
     dtype = [torch.float16, torch.bfloat16][len(options) % 2]
@@ -33,6 +34,7 @@ def test_heads(heads: tuple[int, int]) -> None:
     batch_of(MIXED[2:], "int4", "int8", heads=heads, rotate_keys=True, dtype=torch.float16, padding=2).check("triton")
 
 
+@pytest.mark.slow
 def test_many_sequences() -> None:
     batch_of(MANY, heads=(2, 1), dtype=torch.float16, padding=1).check("triton")
 
@@ -61,6 +63,7 @@ def test_even_batches_take_the_kernels_of_decoding(most: int, monkeypatch: pytes
     assert_same((batch.attend(impl="triton", out=into)[0], into), (out, out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 5, 33])
 def test_blocks_of_ragged_queries_are_sequences_of_their_own(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the tuned kernel takes them; the portable one stands in for it."""
@@ -70,6 +73,7 @@ def test_blocks_of_ragged_queries_are_sequences_of_their_own(queries: int, monke
     batch_of(MIXED, "int4", "int4", dtype=torch.bfloat16, padding=1).check("triton", exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [3, 7, 20])
 def test_blocks_in_several_launches_have_the_same_bits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some sequences and some tokens each: with deterministic_batch no number of them leads to another kernel."""
@@ -95,6 +99,7 @@ def test_blocks_of_bounds_that_no_engine_makes(queries: int) -> None:
         assert from_blocks(torch.zeros(*blocks.q.shape), places, 0.0).shape == (len(batch.q), 4, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["plain", "everything"])
 def test_bits_do_not_depend_on_chunks_if_asked(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"impl": "triton", "deterministic_batch": True, **OPTIONS[options]}

@@ -53,6 +53,7 @@ def both(window: tuple[int, int], how: str, names: tuple[str, str], dtype: torch
         assert torch.equal(s.contiguous().view(torch.uint8), t.contiguous().view(torch.uint8))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("keys", NAMES)
 def test_append_is_the_reference_bit_for_bit(keys: str) -> None:
     i = NAMES.index(keys)
@@ -98,6 +99,7 @@ def test_tokens_beyond_the_capacity_are_not_written() -> None:
 # ------------------------------------------------------------------------------------------------------------- attention
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("keys", NAMES)
 @pytest.mark.parametrize("window", [(0, 20), (3, 0), (5, 7), (40, 9)])
 def test_attention_over_every_format(keys: str, window: tuple[int, int]) -> None:
@@ -109,6 +111,7 @@ def test_attention_over_every_format(keys: str, window: tuple[int, int]) -> None
     c.check(decodes.tiles(3, 32))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", decodes.OPTIONS)
 @pytest.mark.parametrize("queries", [1, 3])
 def test_every_option(name: str, queries: int) -> None:

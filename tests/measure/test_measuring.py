@@ -621,6 +621,7 @@ def test_a_wrong_kernel_meets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets.table_rows([record])[0][-1].startswith("not measured")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_bars")
 def test_one_failing_case_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(q: torch.Tensor, cache: KVCache, impl: str) -> torch.Tensor:

@@ -22,6 +22,7 @@ from programme import ROWS, Row
 SAMPLE = [row for row in ROWS.values() if row.name not in ("mutants", "sanitizers")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", "interpreter", "gpu"])
 def test_the_first_seed(place: str) -> None:
     """In one process, most of whose time would be imports. Rows of a GPU are tried dry, as all of its suite, so that none rots."""
