@@ -19,7 +19,7 @@ import halfbyte.hf as hf
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.hf.called_experts import Called, RowsOfAll, SortedExperts, WithIdentities
-from halfbyte.hf.mixtures import fusible, is_concatenated, projections, use_experts
+from halfbyte.hf.mixtures import fusible, is_concatenated, projections, unread_experts, use_experts
 from halfbyte.hf.quantizer import HalfbyteConfig, HalfbyteQuantizer
 from halfbyte.hf.weights import packed_share, replace, select, targets
 from halfbyte.memory import quantized_bytes
@@ -355,6 +355,14 @@ def test_memory_counts_them() -> None:
     assert parameters == sum(m.weight.codes.numel() * 2 for m in layers)
     plain = 2 * sum(p.numel() for name, p in model.named_parameters() if "weight_" not in name)
     assert before - saved == plain + sum(m.weight.nbytes for m in layers)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_step_reads_the_experts_of_its_tokens(family: str) -> None:
+    model = tiny_model(family)
+    experts = {name: t.shape[0] for name, t in targets(model).items() if len(t.shape) == 3}
+    assert experts
+    assert all(0 < unread_experts(model.config.get_text_config(), count, 1) < 1 for count in experts.values())
 
 
 def test_layers_hold_what_they_should() -> None:

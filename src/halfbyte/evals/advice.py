@@ -252,7 +252,7 @@ class _Sizes:
     def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
         from halfbyte.hf.weights import targets
 
-        return {name: tuple(t.shape) for name, t in targets(self.skeleton).items() if t.projection}
+        return {name: tuple(t.shape) for name, t in targets(self.skeleton).items() if len(t.shape) == 3}
 
     def _hit(self) -> float:
         """Expected share of the experts that a step uses; 1 where the configuration does not say how many a token uses."""

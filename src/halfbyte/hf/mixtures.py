@@ -27,6 +27,8 @@ from halfbyte.reference.experts import KINDS, Activation
 
 #: What every module has that calls the registered function, and says how it keeps its weights.
 _INTERFACE = ("has_gate", "has_bias", "is_transposed")
+#: How configurations call the experts that a token uses: most; Gemma 4; Aria; DBRX, in its `ffn_config`.
+_USED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 #: Of x * sigmoid(1.702 x), a GELU; and of gpt-oss, whose up projections get 1 added.
 _ALPHA, _SHIFTS = 1.702, (0.0, 1.0)
 
@@ -66,8 +68,9 @@ def unread_experts(config: Any, experts: int, sequences: int) -> float:
 
     0 where the configuration does not say how many of them a token uses.
     """
-    used = getattr(config, "num_experts_per_tok", None)
-    return (1 - used / experts) ** sequences if isinstance(used, int) and experts else 0.0
+    config = getattr(config, "ffn_config", config)
+    used = next((n for name in _USED if isinstance(n := getattr(config, name, None), int)), 0)
+    return (1 - used / experts) ** sequences if used and experts else 0.0
 
 
 def quantize_stack(module: Any, name: str, experts: int, fmt: Format, clip: str | None) -> QuantExperts:
