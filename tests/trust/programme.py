@@ -257,7 +257,7 @@ def guided(seed: int, folder: Path) -> int:
     """Inputs of one target, in a process that coverage guides where atheris is installed."""
     from guided import TARGETS
 
-    name, count = list(TARGETS)[seed % len(TARGETS)], 5000 if seed else 200  # few in `make test`, which tries the first seed
+    name, count = list(TARGETS)[seed % len(TARGETS)], 5000 if seed else 200  # few in `make slow-test`, which tries the first seed
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("guided.py")), name, str(count), str(seed), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{name}: {done.stderr[-1500:]}"
