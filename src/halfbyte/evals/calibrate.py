@@ -78,9 +78,12 @@ class Divergence:
 
 
 def missing(choices: dict[str, list[Candidate]], known: Sequence[Sensitivity], layers: int) -> list[tuple[int, str, Candidate]]:
-    """What is yet to be measured, in order; the 16-bit formats need not be."""
+    """What is yet to be measured, in order; the 16-bit formats need not be.
+
+    All layers in one format, then in the next: the first of a format compiles on a GPU, and the estimated time holds early.
+    """
     have = {(s.layer, s.side, s.format, s.rotated) for s in known}
-    every = ((layer, side, c) for layer in range(layers) for side in SIDES for c in choices[side])
+    every = ((layer, side, c) for side in SIDES for c in choices[side] for layer in range(layers))
     wanted = ((layer, side, c) for layer, side, c in every if KV_FORMATS[c.format].is_quantized)
     return [(layer, side, c) for layer, side, c in wanted if (layer, side, c.format, c.rotated) not in have]
 
