@@ -2,7 +2,7 @@
 
 Triton's own cache has a key of this kind: device code with all that it calls, types and constants of arguments, options, and the
 compiler itself. It knows constants by their text alone; ours have properties that run while a kernel is compiled, so the source of
-their classes and of everything those import counts too.
+their classes and of everything those import counts too, but for words that no compiler reads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 from triton.language import constexpr
 
 from halfbyte.kernels.aot.compiling import Configuration, Target, source
+
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
 def digest(configuration: Configuration, target: Target) -> str:
@@ -67,11 +69,15 @@ def imported(module: str) -> tuple[str, ...]:
 
 @functools.cache
 def text(module: str) -> str:
-    """The source of a module."""
+    """The code of a module, without its comments and docstrings."""
     file = _file(module)
     if file is None:
         raise ModuleNotFoundError(f"no source of {module}")
-    return file.read_text()
+    code = ast.parse(file.read_text())
+    for node in ast.walk(code):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(code)
 
 
 @functools.cache

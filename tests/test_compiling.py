@@ -240,6 +240,9 @@ def test_a_variant_is_compiled_again_when_anything_that_it_is_made_from_changes(
     monkeypatch.setattr(inputs, "text", lambda name: text(name) + "#" * (name == "halfbyte.cli"))
     assert inputs.digest(c, TARGETS[1]) == same
     assert len({same, *others}) == len(others) + 1
+    code = text("halfbyte.plans.kv_codec")
+    assert "class KVCodec" in code
+    assert '"""' not in code  # words change no machine code
 
 
 def test_what_was_recorded_is_held_to_the_limits_of_today(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values as they are stored, and what append and attention are called with: plain data for every level of an op."""
+"""Plain data for every level of an op: stored keys and values, and the calls of append and attention."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ class HeadNorms(NamedTuple):
 class KVBuffer:
     """The stored keys (or values) of one layer.
 
-    Contiguous: codes [B, H, T, D / codes per byte]; scales and offsets as `format.scale_shape([B, H, T, D])` says.
-    Paged: the same with the batch axis replaced by pages and T by the tokens of a page: codes [P, H, page, ...]; token p*page + j
-    of sequence b lives in page `page_table[b, p]`, row j. Any strides.
+    Contiguous: codes [B, H, T, D / codes per byte]; scales and offsets of shape `format.scale_shape([B, H, T, D])`.
+    Paged: the same with pages in place of the batch axis and the tokens of a page in place of T: codes [P, H, page, ...]; token
+    p*page + j of sequence b is row j of page `page_table[b, p]`. Any strides.
     `tail`: [B, H, rows, D], tokens in 16 bits. It belongs to a sequence, so it is never paged. Two kinds of cache have one:
     - per-channel keys: `block` rows. The last `length % block` tokens are not quantized yet; codes cover whole blocks only.
-    - caches with S `sink_tokens` and W recent tokens, keys and values alike: S + W rows. The first S tokens of a sequence stay in
-      the first S rows; the others are a ring of the last W. A token's codes are made of its 16 bits when the W-th token behind it
-      arrives, so they do not depend on how tokens were cut into appends. Where a token is in the tail, its codes are never read.
-    In both, token t >= S is in row S + t % ring, the ring being the rows behind the first S, from token `coded(length)` on.
-    Per-tensor scales are [1] and shared by everything; 0 means not calibrated yet. `saturated`, int64 [1], counts what exceeded
-    them.
+    - caches with S `sink_tokens` and W recent tokens, keys and values: S + W rows. The first S rows hold the first S tokens of a
+      sequence, the others are a ring of the last W. A token is quantized from its 16 bits when the W-th token after it arrives, so
+      codes do not depend on how tokens were split into appends. Codes of tokens in the tail are never read.
+    In both, from token `coded(length)` on, token t >= S is in row S + t % ring, the ring being the rows after the first S.
+    Per-tensor scales are [1]; 0 means not calibrated yet. `saturated`, int64 [1], counts values that exceeded them.
     """
 
     format: Format
@@ -67,7 +66,7 @@ class KVBuffer:
         return self.codes.shape[-1] * self.format.code.per_byte
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """What attention reads: (codes, scales, offsets, tail), in the order in which the flat ops take them."""
+        """(codes, scales, offsets, tail), in the order of the flat ops' arguments."""
         return self.codes, self.scales, self.offsets, self.tail
 
     @property
@@ -76,16 +75,16 @@ class KVBuffer:
 
     @property
     def ring(self) -> int:
-        """Rows of the tail behind those of the sink tokens."""
+        """Rows of the tail after those of the sink tokens."""
         return 0 if self.tail is None else self.tail.shape[2] - self.sink_tokens
 
     @property
     def recent_tokens(self) -> int:
-        """How many of the newest tokens are always in 16 bits."""
+        """How many of the newest tokens stay in 16 bits."""
         return 0 if self.format.token_block else self.ring
 
     def coded(self, lengths: torch.Tensor) -> torch.Tensor:
-        """The end of the tokens that are codes (but for the sink tokens), of sequences of these lengths."""
+        """The end of the quantized tokens of sequences of these lengths (sink tokens aside)."""
         block = self.format.token_block
         return lengths // block * block if block else (lengths - self.ring).clamp_min(0)
 
@@ -100,7 +99,7 @@ class KVBuffer:
         return token.masked_fill(~held, -1)
 
     def select(self, index: torch.Tensor) -> KVBuffer:
-        """A copy of the sequences `index`, of a contiguous buffer; a per-tensor scale and its counter are copied."""
+        """A copy of the sequences `index` of a contiguous buffer, with a per-tensor scale and its counter."""
         rest = (None if t is None else t[index] if t.ndim > 1 else t.clone() for t in (*self.tensors()[1:], self.saturated))
         return KVBuffer(self.format, self.codes[index], *rest, sink_tokens=self.sink_tokens)
 
@@ -113,8 +112,8 @@ class AttentionOptions(NamedTuple):
     alibi_slopes  float32 [Hq]; adds slope * (j - i) for key position j and query position i
     window        keeps keys j with i - window < j <= i; None: all j <= i
     starts        int32 [B]; keys before starts[b] are padding and are never seen; None: 0
-    ends          int32 [B]; keys from ends[b] on are not seen; None: all the cache holds. The lengths cannot say this: they also
-                  say which tokens of per-channel keys are in the tail
+    ends          int32 [B]; keys from ends[b] on are masked; None: none. Lengths cannot express this, because they also determine
+                  which tokens of per-channel keys are in the tail
     sinks         float32 [Hq]; one more logit a head in the softmax's denominator, with no value, not part of lse (GPT-OSS)
     rotate_keys   the cached keys are Hadamard-rotated: the query is rotated the same way before the product
     """
@@ -137,9 +136,9 @@ class DecodeCall(NamedTuple):
     """One call of decode attention, made once from its arguments and passed on.
 
     q [B, Hq, L, D]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where keys and values are contiguous.
-    query_start None: the newest tokens, lengths - L. `impl`: what was requested, and then the level that runs.
+    query_start None: lengths - L, the newest tokens. `impl`: as requested, later the level that runs.
     cu_seqlens_q, int32 [B + 1]: q is [1, Hq, T, D], and its tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] are the newest ones of
-    sequence b, which are max_query_len at most. What lies behind all of them is padding: out = 0 and lse = -inf.
+    sequence b, at most max_query_len. Tokens after the last one are padding: out = 0 and lse = -inf.
     """
 
     q: torch.Tensor
@@ -155,7 +154,7 @@ class DecodeCall(NamedTuple):
     max_query_len: int = 0
 
     def new_results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for out [B, Hq, L, Dv] and lse fp32 [B, Hq, L]; of ragged queries heads of a token lie side by side."""
+        """Memory for out [B, Hq, L, Dv] and lse fp32 [B, Hq, L]; ragged queries have token-major memory."""
         batch, heads, length, _ = self.q.shape
         ragged = self.cu_seqlens_q is not None
         out = self.q.new_empty((length, heads, self.values.dim) if ragged else (batch, heads, length, self.values.dim))
@@ -177,7 +176,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
+        """Most tokens of a sequence."""
         rows = self.keys.codes.shape[2]
         return rows if self.page_table is None else rows * self.page_table.shape[1]
 
@@ -190,12 +189,12 @@ class AppendCall(NamedTuple):
     counts       int32 [B]: how many of the L tokens are real; None: all
     page_table   int32 [B, pages], where keys and values are paged
     rotate_keys  keys are Hadamard-rotated
-    rope         keys (and q) are rotated by position first
-    q            [B, Hq, L, D], to be rotated by position, too
-    norms        heads of keys and of q are normalized before
-    measure      the scale of a whole tensor may still be 0, which says that it is to be measured
-    by_slot      `lengths`, int32 or int64 [B], are slots instead, which do not advance: the one token of each sequence (L = 1) goes
-                 to row i % N of page i // N, where pages have N tokens; with a negative slot nowhere
+    rope         rotary embedding of keys (and q), applied first
+    q            [B, Hq, L, D], rotated by position, too
+    norms        RMSNorm of each head of keys and q, before the rotation
+    measure      a per-tensor scale may still be 0, that is, not measured
+    by_slot      `lengths`, int32 or int64 [B], are slots, which do not advance: the one token of each sequence (L = 1) goes to row
+                 i % N of page i // N, with pages of N tokens; with a negative slot nowhere
     """
 
     k: torch.Tensor
@@ -242,7 +241,7 @@ class PagedView(NamedTuple):
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """A context for allocating memory that outlives the caller's `torch.inference_mode`, whose tensors are read-only outside it."""
+    """A context for memory that outlives the caller's `torch.inference_mode`, whose tensors are read-only outside of it."""
     inside = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return torch.inference_mode(False) if inside else nullcontext()
 
@@ -346,7 +345,7 @@ def _check_buffer(name: str, buffer: KVBuffer, batch: int) -> None:
 
 
 def expanded(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> str:
-    """The name of a tensor that holds several of its elements in one place (a stride of 0), which can be read only; "" for none."""
+    """The name of a tensor with a stride of 0, whose elements share memory, so that it is read-only; "" for none."""
     named = {"lengths": lengths} | {
         f"{name}.{part}": t
         for name, buffer in (("keys", keys), ("values", values))
