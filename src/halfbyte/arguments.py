@@ -1,4 +1,4 @@
-"""Argument checks. Each error names the argument, what came and what was expected."""
+"""Argument checks. Each error names the argument, what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _INTEGERS = (torch.int32, torch.int64)
 def check_tensor(
     name: str, t: Any, shape: Sequence[int | str], kind: Kind = "floating", device: torch.device | None = None
 ) -> None:
-    """`t` must be a tensor of this shape (a string in it matches any size), kind and device. FP8 and bool are neither kind."""
+    """Raise unless `t` is a tensor of this shape (strings match any size), kind and device. FP8 and bool are neither kind."""
     kinds = "int32 or int64" if kind == "integer" else "fp16, bf16, fp32 or float64"
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
-    # Messages are built only when raised: this runs once a layer in decoding, and formatting would dominate.
+    # Messages are built only when raised: this runs once per layer and step, and formatting would dominate.
     fits = t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
     if not fits:
         raise InvalidArgument(f"{name} has shape {list(t.shape)}; expected [{', '.join(map(str, shape))}]")
@@ -33,7 +33,7 @@ def check_tensor(
 
 
 def as_int32(t: torch.Tensor) -> torch.Tensor:
-    """An integer tensor as int32; what does not fit becomes the nearest number that does, and is then as far out of range."""
+    """An integer tensor as int32; values that do not fit saturate, so that they stay out of range."""
     return t if t.dtype is torch.int32 else t.clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 
@@ -52,14 +52,14 @@ def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Every named size must be an int32 of at least 1, as lengths are; the batch may be 0."""
+    """Raise unless each size is an int32 of at least 1, like lengths; `batch` may be 0."""
     for name, size in sizes.items():
         least = 0 if name == "batch" else 1
         integer(name, size, least, 2**31 - 1, f"an integer of at least {least} and below 2^31")
 
 
 def device_of(value: Any, name: str = "device") -> torch.device:
-    """A torch device from whatever names one, if this machine has it."""
+    """`value` as a torch device. Raises `InvalidArgument` if this machine does not have it."""
     try:
         return torch.empty(0, device=value).device
     except (RuntimeError, TypeError, AssertionError, ValueError) as error:

@@ -1,6 +1,6 @@
 """What this machine is, and what a GPU of each compute capability can do.
 
-The only file that queries the GPU: everything else takes a `Device`, a `GPU` or a capability, so that a test can hand in a fake.
+Plans take a `Device`, a `GPU` or a capability, so that a test can pass a fake.
 Limits by capability are those of the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; memory and
 bandwidth by name are those of NVIDIA's data sheets.
 """
@@ -25,21 +25,21 @@ Capability = tuple[int, int]
 
 
 class GPU(NamedTuple):
-    """What a plan depends on."""
+    """The facts of a GPU that plans depend on."""
 
     name: str
     num_sms: int
     capability: Capability
 
 
-#: Stands in for a GPU where there is none: what `halfbyte explain` describes and kernels are compiled for ahead of time.
+#: The default without a GPU: `halfbyte explain` describes it, and kernels are compiled for it ahead of time.
 H200 = GPU("NVIDIA H200", 132, (9, 0))
 #: What plans assume in Triton's interpreter: few SMs, so that small tests share work among programs, and no PDL.
 INTERPRETER = GPU("", 8, (8, 0))
 
 
 class SMLimits(NamedTuple):
-    """What a streaming multiprocessor holds at a time."""
+    """What a streaming multiprocessor (SM) holds at a time."""
 
     shared_bytes: int
     threads: int
@@ -47,7 +47,7 @@ class SMLimits(NamedTuple):
     registers: int = 65536
 
 
-#: By capability. Capabilities that are not listed get the least of these.
+#: By capability. Others get `_LEAST`, the minimum of each.
 _SM_LIMITS = {
     (8, 0): SMLimits(164 << 10, 2048, 32),
     (8, 6): SMLimits(100 << 10, 1536, 16),
@@ -81,7 +81,7 @@ def block_shared_memory(capability: Capability) -> int:
 def resident_blocks(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> int:
     """Blocks that one SM holds at a time (its occupancy), at least 1.
 
-    threads: of a block; registers: of a thread, allocated in eights; shared_bytes: that the kernel allocates in a block.
+    threads: per block; registers: per thread, rounded up to a multiple of 8; shared_bytes: what the kernel allocates per block.
     """
     found = blocks_by_resource(capability, threads=threads, registers=registers, shared_bytes=shared_bytes)
     return max(1, min(found.values()))
@@ -126,12 +126,12 @@ DATASHEETS = {
         ("rtx-6000-ada", 48, 960),
     )
 }
-#: Words of names whose bandwidth is another one.
+#: Words in names of variants with another bandwidth.
 _OTHER_VARIANTS = {"ti", "super", "laptop", "mig"}
 
 
 def datasheet_name(gpu: str) -> str | None:
-    """The entry of `DATASHEETS` for a name that the driver gives, such as "NVIDIA H100 80GB HBM3"; None if there is none."""
+    """The key in `DATASHEETS` of a name that the driver gives, such as "NVIDIA H100 80GB HBM3"; None if there is none."""
     words = set(re.findall(r"[a-z0-9]+", gpu.lower()))
     found = [name for name in DATASHEETS if words.issuperset(name.split("-"))]
     return None if not found or words & _OTHER_VARIANTS else max(found, key=len)
@@ -151,12 +151,12 @@ def supports_wgmma(capability: Capability) -> bool:
 class Device:
     """One device, as plain data.
 
-    cache_bytes    the last cache before memory, which a cold measurement must exceed: L2 of a GPU, L3 of a CPU; 0 when unknown
-    memory_bytes   all the memory it has
+    cache_bytes    last-level cache, which a cold measurement must exceed: L2 of a GPU, L3 of a CPU; 0 when unknown
+    memory_bytes   total memory; on a CPU at most the container's limit
     capability     CUDA compute capability, (9, 0) for an H200; None on a CPU
     sm_count       streaming multiprocessors; None on a CPU
     driver         version of the kernel driver, "" when unknown or on a CPU
-    cores, threads what the process may use: logical CPUs it may run on, threads that torch uses; both about the CPU, always set
+    cores, threads logical CPUs that the process may use, threads that torch uses; both of the CPU, always set
     """
 
     kind: Literal["cpu", "cuda"]
@@ -177,7 +177,7 @@ class Device:
 
     @property
     def gpu(self) -> GPU:
-        """What plans look at."""
+        """The facts that plans depend on."""
         return GPU(self.name, self.sm_count or 1, self.capability or (0, 0))
 
 
@@ -192,7 +192,7 @@ def describe(device: torch.device | str | int | None = None) -> Device:
 
 
 def gpu(index: int) -> GPU:
-    """What plans look at in GPU number `index`; -1: in Triton's interpreter."""
+    """The `GPU` of index `index`; -1: Triton's interpreter."""
     return INTERPRETER if index < 0 else describe(f"cuda:{index}").gpu
 
 
@@ -203,7 +203,7 @@ def gpu_count() -> int:
 
 @functools.cache
 def triton_version() -> tuple[int, int]:
-    """(major, minor) of the Triton that is installed; (0, 0) where there is none."""
+    """(major, minor) of the installed Triton; (0, 0) without one."""
     try:
         import triton
     except ImportError:
@@ -243,7 +243,7 @@ def _describe_cuda(wanted: torch.device) -> Device:
 
 
 def _driver() -> str:
-    """The NVIDIA driver's version from /proc (no library needed), "" where it is not to be had."""
+    """The NVIDIA driver's version from /proc (no library needed), "" if not available."""
     try:
         first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
@@ -253,7 +253,7 @@ def _driver() -> str:
 
 
 def _cores() -> int:
-    """Logical CPUs this process may run on, which in a container is fewer than the machine has."""
+    """Logical CPUs this process may run on, in a container often fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -270,7 +270,7 @@ def _cpu_name() -> str:
 
 
 def _cpu_memory() -> int:
-    """Bytes of memory: the machine's, or the limit of the container that the process is in."""
+    """Bytes of memory: the machine's, or the container's limit if that is lower."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -294,13 +294,13 @@ def _cpu_cache() -> int:
 
 
 class SpinWatch:
-    """Says once that torch's OpenMP threads, which spin while they wait for each other, share their CPUs with other programs.
+    """Warns once if torch's OpenMP threads, which spin while they wait for each other, share their CPUs with other programs.
 
-    Linux counts how long a thread that could run had no CPU: on a quiet machine less than a hundredth of its time, next to a busy
-    program as many as four tenths. The command line sets what helps; a library comes after torch, which reads it when it loads.
+    Linux counts how long a runnable thread waits for a CPU: on an idle machine less than 1 % of its time, next to a busy program
+    up to 40 %. The command line sets GOMP_SPINCOUNT; a library cannot, because OpenMP reads it when torch is loaded.
     """
 
-    #: Calls between two looks, nanoseconds that must have passed in between, and the share of them that is too much.
+    #: Calls between two checks, nanoseconds that must have passed in between, and the fraction spent waiting that is too much.
     EVERY, LEAST, MOST = 64, 500_000_000, 0.1
 
     def __init__(self) -> None:
@@ -308,7 +308,7 @@ class SpinWatch:
         self._calls, self._thread, self._before = 0, 0, (0, 0)
 
     def step(self) -> None:
-        """Called by what runs on a CPU, of whose calls a few are looked at."""
+        """CPU attention and GEMMs call this; one call in `EVERY` checks."""
         if self._on:
             if self._calls % self.EVERY == 0:
                 self._look()
@@ -330,12 +330,12 @@ class SpinWatch:
                 )
 
 
-#: The one that ops on a CPU share.
+#: Shared by the ops on a CPU.
 SPINNING = SpinWatch()
 
 
 def _scheduled() -> tuple[int, int]:
-    """Nanoseconds that this thread has run, and that it was ready to and had no CPU; zeros where Linux does not count them."""
+    """Nanoseconds that this thread has run, and has waited for a CPU; zeros where Linux does not count them."""
     try:
         ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except (OSError, ValueError):

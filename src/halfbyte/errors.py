@@ -1,4 +1,4 @@
-"""The library's own errors, and the one way to warn. Each message says what was wrong, what was expected and what to do."""
+"""halfbyte's errors and warnings. Each message says what was wrong, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Unsupported(HalfbyteError, NotImplementedError):
 
 
 class MissingPackage(Unsupported, ImportError):
-    """An optional package is not installed, or in another version; the message has the command that installs it."""
+    """An optional package is missing, or its version is not supported; the message has the command that installs it."""
 
 
 class CapacityError(HalfbyteError):
@@ -40,7 +40,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def require(package: str, who: str) -> None:
-    """Import an optional package; raise `MissingPackage`, which names `who` needs it, without a version that halfbyte declares."""
+    """Import an optional package for `who`; raise `MissingPackage` unless a version that halfbyte declares is installed."""
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -50,8 +50,8 @@ def require(package: str, who: str) -> None:
 
 
 def other_version(package: str) -> str:
-    """The installed version of an optional package and the command that replaces it; "" where halfbyte declares this version."""
-    with suppress(ImportError):  # a module without metadata, or neither of the packages that bring `packaging`
+    """The installed version of an optional package and the command that replaces it; "" if halfbyte declares this version."""
+    with suppress(ImportError):  # no metadata, or `packaging` is not installed
         from packaging.requirements import Requirement
 
         wanted, found = Requirement(_declared(package)), importlib.metadata.version(package)
@@ -61,12 +61,12 @@ def other_version(package: str) -> str:
 
 
 def pip_install(package: str) -> str:
-    """The command that installs an optional package in a version that halfbyte declares. It works outside of a checkout too."""
+    """The command that installs an optional package in a version that halfbyte declares, with or without a checkout."""
     return f"pip install '{_declared(package)}'"
 
 
 def _declared(package: str) -> str:
-    """A package with the versions that halfbyte declares, as `name<6,>=5.4`; its name alone where it declares none."""
+    """A package with the versions that halfbyte declares, such as `name<6,>=5.4`; its name alone if there are none."""
     try:
         declared = importlib.metadata.requires("halfbyte") or []
     except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
@@ -79,9 +79,9 @@ _WARNED: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Issue a `UserWarning`, the first time in this process that it would say this.
+    """Issue a `UserWarning`, once per message and process.
 
-    Never while torch.compile traces: the warning would break the graph.
+    Never while torch.compile traces: a warning would break the graph.
     """
     import torch  # not at the top: `halfbyte --help` imports this module
 

@@ -1,7 +1,7 @@
 """What the bits mean: every number format, described once.
 
 A `Format` is data. The quantizer, the reference, the kernels' constants, cache sizes, loaders, the documentation's tables and the
-tests are derived from it; nothing else in the library names a format or tests for one by its name.
+tests derive from it; no op, plan or kernel tests for a format by its name.
 
 Two families share the description:
 
@@ -29,13 +29,13 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 Shape = tuple[int, ...]
 Granularity = Literal["tensor", "token", "head", "group", "channel", "out_channel"]
 
-#: Scales are floored here, the smallest positive fp16 number, so that a constant block never divides by zero.
+#: Lower bound of fp16 scales: the smallest positive fp16 number, so that no block divides by zero.
 MIN_SCALE = 2.0**-24
 
 
 @dataclass(frozen=True)
 class Code:
-    """What one stored code means, before any scale.
+    """The meaning of one stored code, before scaling.
 
     `affine`: the integer `stored - bias`, between `lo` and `hi`. `lookup`: `values[stored]`. `float`: the bits of `dtype`.
     `reach` is the value that the largest magnitude of a block is mapped to: scale = amax / reach (with an offset:
@@ -55,16 +55,16 @@ class Code:
 
     @property
     def per_byte(self) -> int:
-        """Codes in one byte of storage: 2 of 4 bits, 4 of 2 bits, else 1."""
+        """Codes per byte of storage: 2 of 4 bits, 4 of 2 bits, else 1."""
         return max(1, 8 // self.bits)
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether codes are FP8. By what they are and not by identity, which a copy or an unpickled code does not have."""
+        """Whether codes are FP8; by dtype and not by object identity, which copies and unpickled codes lack."""
         return self.dtype is torch.float8_e4m3fn
 
     def codebook(self) -> torch.Tensor:
-        """The value of every code, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
+        """The value of every code, as float32 [2**bits] indexed by the unsigned code; up to 8 bits."""
         check(self.bits <= 8, f"code {self.name}: a codebook exists for up to 8 bits, not for {self.bits}")
         if self.values is not None:
             return torch.tensor(self.values, dtype=torch.float32, device="cpu")
@@ -76,7 +76,7 @@ class Code:
         return (raw - self.bias).float()
 
     def levels(self) -> torch.Tensor:
-        """The old name of `codebook`."""
+        """Deprecated name of `codebook`."""
         warnings.warn("Code.levels() is called Code.codebook()", DeprecationWarning, stacklevel=2)
         return self.codebook()
 
@@ -113,9 +113,9 @@ BNB_FP4 = Code("fp4_bnb", 4, "lookup", torch.uint8, reach=1, values=_signed(_BNB
 class Scale:
     """How scales are laid out and stored.
 
-    `granularity` says what shares one scale: `tensor` all of it; `token` one token, all its heads; `head` one head of one token;
-    `group` neighbouring elements along the last axis; `channel` one dim over `group` tokens; `out_channel` one out feature of a
-    weight, a whole row. `nested`: the scales are themselves stored in 8 bits, in blocks of so many (double quantization).
+    `granularity` says what shares one scale: `tensor`, all elements; `token`, all heads of a token; `head`, one head of a token;
+    `group`, `group` consecutive elements of the last axis; `channel`, one dim over `group` tokens; `out_channel`, one row of a
+    weight. `nested`: the block size of double quantization, which stores the scales in 8 bits.
     """
 
     dtype: Literal["f32", "f16", "e8m0", "e4m3"]
@@ -127,7 +127,7 @@ class Scale:
         self.__setstate__(vars(self))
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """`column` is what `out_channel` was called up to 0.1: a QuantTensor that was pickled then still has it."""
+        """Up to 0.1, `out_channel` was called `column`; a QuantTensor pickled then still has that name."""
         vars(self).update(state)
         if state["granularity"] == "column":
             warnings.warn("granularity 'column' is called 'out_channel'", DeprecationWarning, stacklevel=4)
@@ -146,9 +146,9 @@ class Format:
     """One number format: codes, their scales, and offsets.
 
     `offset`: `none`; `int`, a zero point z per scale, x = s*(q - z); `float`, an offset m per scale, x = s*q + m.
-    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4); of a stack [E, N, K], one for each row, so that every expert,
-    and its gate and up projection, keeps its own.
-    `clip`: the share of a block's span, around its middle, that codes with a float offset cover; values beyond it saturate.
+    `tensor_scale`: an additional FP32 scale of the whole tensor (NVFP4); a stack [E, N, K] has one per row, so that gate and up
+    projections of each expert keep their own.
+    `clip`: the centered fraction of a block's range that codes with a float offset cover; values outside saturate.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Format:
 
     @property
     def is_quantized(self) -> bool:
-        """False for the 16-bit formats, which have codes and nothing else."""
+        """False for the plain formats (fp16, bf16, fp32, fp64), which have no scales."""
         return self.scale is not None
 
     @property
@@ -188,11 +188,11 @@ class Format:
 
     @property
     def gains_by_rotation(self) -> bool:
-        """Whether keys are rotated unless the caller says otherwise: few levels, and outlier channels share scales with others."""
+        """Whether keys are rotated by default: codes have at most 4 bits, and outlier channels share scales with others."""
         return self.code.bits <= 4 and self.granularity in ("token", "head", "group")
 
     def group_size(self, last: int) -> int:
-        """Neighbours along a last axis of length `last` that share a scale; all of them unless the format has groups."""
+        """Consecutive elements of a last axis of length `last` that share a scale; all of them unless the format has groups."""
         grouped = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None
         return self.scale.group if grouped else last  # type: ignore[union-attr, return-value]
 
@@ -217,7 +217,7 @@ class Format:
             )
 
     def _others_for(self, last: int) -> list[str]:
-        """Formats with the same codes that hold a last axis of `last`, however many tokens there are."""
+        """Formats with the same codes that fit a last axis of `last` and any number of tokens."""
         registry = KV_FORMATS if KV_FORMATS.get(self.name) == self else WEIGHT_FORMATS
         alike = [f for f in registry.values() if f.code == self.code and f.scale is not None and not f.token_block]
         return [f.name for f in alike if last % f.group_size(last) == 0]
@@ -258,11 +258,11 @@ class Format:
         return total + (4 * math.prod(self.tensor_scale_shape(shape)) if self.tensor_scale else 0)
 
     def tensor_scale_shape(self, shape: Shape) -> Shape:
-        """Shape of the FP32 factors of a tensor of shape `shape`."""
+        """Shape of the FP32 tensor scales of a tensor of shape `shape`."""
         return shape[:-1] if len(shape) > 2 else (1,)
 
     def bits_per_element(self, shape: Shape) -> float:
-        """Bits an element takes, scales and offsets included."""
+        """Bits per element, scales and offsets included."""
         return 8 * self.nbytes(shape) / math.prod(shape)
 
 
@@ -297,7 +297,7 @@ KV_FORMATS: dict[str, Format] = _registry(
         _kv("int4_g32", INT4, "group", 32),
         _kv("int4_g64", INT4, "group", 64),
         _kv("int4_channel", INT4, "channel", 32),
-        # The clip with the least squared error of normal numbers in blocks of 128, 64 and 32: tests/test_clip.py derives it.
+        # The clip with the least squared error of normal numbers, in blocks of 128, 32 and 64: tests/test_clip.py derives it.
         _kv("int2", INT2, "head", clip=19 / 32),
         _kv("int2_g32", INT2, "group", 32, clip=23 / 32),
         _kv("int2_g64", INT2, "group", 64, clip=21 / 32),
@@ -323,7 +323,7 @@ WEIGHT_FORMATS: dict[str, Format] = _registry(
 )
 
 
-#: Formats that only pass through attention, such as the exact keys of a prompt that has just been computed.
+#: Unquantized formats that attention reads, such as the exact keys of a prompt that was just computed.
 _PLAIN: dict[str, Format] = _registry([KV_FORMATS["fp16"], KV_FORMATS["bf16"], Format("fp32", FP32), Format("fp64", FP64)])
 
 
@@ -365,7 +365,7 @@ def weight_format(name: str | Format, argument: str = "weights") -> Format:
 
 
 def check_window(sink_tokens: int, recent_tokens: int, keys: Format, values: Format, capacity: int = 2**31 - 1) -> None:
-    """Both must be numbers of tokens that fit, of keys and values that are quantized token by token."""
+    """Raise unless both are numbers of tokens within `capacity`, and keys and values are quantized token by token."""
     for name, count in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
         integer(name, count, 0, 2**31 - 1, "a number of tokens, 0 or more")
     if not sink_tokens and not recent_tokens:

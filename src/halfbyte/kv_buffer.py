@@ -84,7 +84,7 @@ class KVBuffer:
         return 0 if self.format.token_block else self.ring
 
     def coded(self, lengths: torch.Tensor) -> torch.Tensor:
-        """The end of the quantized tokens of sequences of these lengths (sink tokens aside)."""
+        """Where the quantized tokens of sequences of these lengths end (ignoring sink tokens)."""
         block = self.format.token_block
         return lengths // block * block if block else (lengths - self.ring).clamp_min(0)
 
@@ -99,23 +99,23 @@ class KVBuffer:
         return token.masked_fill(~held, -1)
 
     def select(self, index: torch.Tensor) -> KVBuffer:
-        """A copy of the sequences `index` of a contiguous buffer, with a per-tensor scale and its counter."""
+        """A copy of the sequences `index` of a contiguous buffer, per-tensor scale and `saturated` included."""
         rest = (None if t is None else t[index] if t.ndim > 1 else t.clone() for t in (*self.tensors()[1:], self.saturated))
         return KVBuffer(self.format, self.codes[index], *rest, sink_tokens=self.sink_tokens)
 
 
 class AttentionOptions(NamedTuple):
-    """Options of one attention call, in the order they act on a score: scale, softcap, ALiBi, mask.
+    """Options of one attention call. They apply to a score in this order: scale, softcap, ALiBi, mask.
 
     sm_scale      multiplies q . k
     softcap       s -> softcap * tanh(s / softcap); None: off
     alibi_slopes  float32 [Hq]; adds slope * (j - i) for key position j and query position i
     window        keeps keys j with i - window < j <= i; None: all j <= i
-    starts        int32 [B]; keys before starts[b] are padding and are never seen; None: 0
+    starts        int32 [B]; keys before starts[b] are padding and masked; None: 0
     ends          int32 [B]; keys from ends[b] on are masked; None: none. Lengths cannot express this, because they also determine
                   which tokens of per-channel keys are in the tail
-    sinks         float32 [Hq]; one more logit a head in the softmax's denominator, with no value, not part of lse (GPT-OSS)
-    rotate_keys   the cached keys are Hadamard-rotated: the query is rotated the same way before the product
+    sinks         float32 [Hq]; an extra logit per head in the softmax's denominator, without a value, not part of lse (GPT-OSS)
+    rotate_keys   the cached keys are Hadamard-rotated: the query is rotated the same way before q . k
     """
 
     sm_scale: float
@@ -128,7 +128,7 @@ class AttentionOptions(NamedTuple):
     rotate_keys: bool = False
 
     def limit(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Keys that may be seen lie before this position, [B]."""
+        """The position from which on keys are masked, [B]."""
         return lengths if self.ends is None else torch.minimum(lengths, self.ends)
 
 
@@ -176,7 +176,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum tokens of a sequence."""
         rows = self.keys.codes.shape[2]
         return rows if self.page_table is None else rows * self.page_table.shape[1]
 
@@ -189,12 +189,12 @@ class AppendCall(NamedTuple):
     counts       int32 [B]: how many of the L tokens are real; None: all
     page_table   int32 [B, pages], where keys and values are paged
     rotate_keys  keys are Hadamard-rotated
-    rope         rotary embedding of keys (and q), applied first
-    q            [B, Hq, L, D], rotated by position, too
-    norms        RMSNorm of each head of keys and q, before the rotation
-    measure      a per-tensor scale may still be 0, that is, not measured
+    rope         rotary embedding of keys (and q), before the Hadamard rotation
+    q            [B, Hq, L, D], gets rope (and norms), too
+    norms        RMSNorm of each head of keys and q, before rope
+    measure      a per-tensor scale may still be 0, that is, not calibrated
     by_slot      `lengths`, int32 or int64 [B], are slots, which do not advance: the one token of each sequence (L = 1) goes to row
-                 i % N of page i // N, with pages of N tokens; with a negative slot nowhere
+                 i % N of page i // N, with pages of N tokens; negative slots are skipped
     """
 
     k: torch.Tensor
@@ -215,7 +215,7 @@ class AppendCall(NamedTuple):
 class Cache(Protocol):
     """What the attention ops need of a cache: two buffers, int32 [B] lengths, and a page table when the buffers are paged.
 
-    `page_table`, int32 [B, pages]: the page that holds tokens p*page .. of each sequence. `rotate_keys`: keys are stored rotated.
+    `page_table`, int32 [B, pages]: entry p is the page of tokens p*page and following. `rotate_keys`: keys are stored rotated.
     """
 
     @property
@@ -257,7 +257,7 @@ def new_kv_buffer(
 ) -> KVBuffer:
     """A buffer for a tensor of shape [B or pages, H, T or page, D], zeroed: memory that was never written holds finite numbers.
 
-    `tail`: the shape of its tail, of no rows where there is none.
+    `tail`: the shape of its 16-bit tail; 0 rows: none.
     """
     fmt.check_shape(shape, "the cache")
     per_tensor = fmt.granularity == "tensor"
@@ -291,7 +291,7 @@ def new_kv_buffer(
 
 
 def check_buffers(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page_table: torch.Tensor | None) -> None:
-    """What `KVCache.from_buffers` may be given."""
+    """Raise unless `KVCache.from_buffers` can take these."""
     for name, given in (("keys", keys), ("values", values)):
         check(isinstance(given, KVBuffer), f"{name} is a {type(given).__name__}; expected a KVBuffer")
     check(isinstance(lengths, torch.Tensor), f"lengths is a {type(lengths).__name__}; expected a tensor int32 [B]")
@@ -315,7 +315,7 @@ def check_buffers(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page_
 
 
 def _check_buffer(name: str, buffer: KVBuffer, batch: int) -> None:
-    """Every tensor that the format stores, in its shape and dtype, and no other."""
+    """Raise unless the buffer has exactly the tensors that its format stores."""
     fmt = buffer.format
     check(
         buffer.codes.ndim == 4,
@@ -345,7 +345,7 @@ def _check_buffer(name: str, buffer: KVBuffer, batch: int) -> None:
 
 
 def expanded(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> str:
-    """The name of a tensor with a stride of 0, whose elements share memory, so that it is read-only; "" for none."""
+    """The name of a tensor with a stride of 0, whose elements share memory and cannot be written; "" for none."""
     named = {"lengths": lengths} | {
         f"{name}.{part}": t
         for name, buffer in (("keys", keys), ("values", values))

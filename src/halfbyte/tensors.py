@@ -22,9 +22,9 @@ class QuantTensor:
     offsets       same shape: uint8 zero points or fp16 offsets; None when the format has none
     tensor_scale  float32 [1]: the second-level scale of NVFP4; of a stack [E, N, K], [E, N]
     nested        float32 [ceil(scales / 256) + 1]: with double quantization, the absmax of each block of scales, then their mean
-    perm          int32 [K], of a weight [N, K] in act-order: stored column j is column perm[j]; groups are neighbours as stored.
-                  Of a stack [E, N, K]: [E, K]. None: columns in order. Not checked to be a permutation, which would wait
-                  for the GPU; loaders check it
+    perm          int32 [K], of a weight [N, K] in act-order: stored column j is column perm[j]; groups are consecutive stored
+                  columns. Of a stack [E, N, K]: [E, K]. None: columns in order. Only loaders check that it is a permutation:
+                  the check synchronizes with the GPU
     """
 
     format: Format
@@ -82,7 +82,7 @@ class QuantTensor:
 
 
 def weight_of(fmt: Format, parts: Sequence[torch.Tensor]) -> QuantTensor:
-    """A weight from its flat parts: the tensors of `expected_parts`, in that order; one more than it stores is `perm`."""
+    """A weight from its flat parts: the tensors of `expected_parts`, in that order, then `perm` if there is one."""
     shape = (*parts[0].shape[:-1], parts[0].shape[-1] * fmt.code.per_byte)
     act_order = len(parts) > len(expected_parts(fmt, shape))
     return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape, act_order=act_order), parts, strict=True)))
@@ -93,7 +93,7 @@ PARTS: tuple[str, ...] = tuple(f.name for f in fields(QuantTensor) if f.name not
 
 
 def expected_parts(fmt: Format, shape: Shape, *, act_order: bool = False) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Name -> (shape, dtype) of each tensor that `fmt` stores for a tensor of shape `shape`; act_order: `perm` too, of a weight."""
+    """Name -> (shape, dtype) of each tensor that `fmt` stores for shape `shape`; `act_order` adds `perm`, for weights."""
     parts: dict[str, tuple[Shape, torch.dtype]] = {"codes": (fmt.codes_shape(shape), fmt.storage)}
     if fmt.scale is None:
         return parts

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from halfbyte.errors import InvalidArgument, Unsupported
 
-#: The levels that exist, op by op, the preferred one first: those of a GPU, then those of every device.
+#: The levels of each op, the preferred one first: those of a GPU, then those of every device.
 LEVELS: dict[str, tuple[str, ...]] = {
     "decode_attention": ("gluon", "triton", "cpu", "reference"),
     "merge_states": ("triton", "reference"),
@@ -39,9 +39,9 @@ class Plan:
 
 
 def plan(op: str, impl: str, device_type: str, interpreted: bool = False) -> Plan:
-    """The plan for `op` on a device of this type ("cpu", "cuda"). Raises on a level that does not exist, or not there.
+    """The plan for `op` on a device of this type ("cpu", "cuda"). Raises on a level that does not exist, or cannot run there.
 
-    `interpreted`: Triton kernels are executed by its interpreter, which makes `triton` a level of the CPU that can be requested.
+    `interpreted`: Triton's interpreter executes kernels, so that `triton` can be requested on the CPU.
     """
     levels = LEVELS[op]
     if impl != "auto":

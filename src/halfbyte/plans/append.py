@@ -1,4 +1,4 @@
-"""How an append is cut into programs: pure functions of formats and sizes."""
+"""How an append is divided into programs: pure functions of formats and sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.plans.decode_spec import padded
 from halfbyte.plans.kv_codec import KVCodec, kv_codec
 
-#: Elements of a tile; a thread takes 4 of it, or 8. A warp that has one head of 128 reduces it in one instruction.
+#: Elements of a tile, 4 or 8 per thread. A warp that has one head of 128 reduces it in one instruction.
 TILE = 4096
 
 
@@ -19,10 +19,10 @@ class Head:
 
     dim, padded   size of a head, and the power of two that holds it
     rope          rotate by position
-    aligned       consecutive elements of a half of a head that lie together and aligned, for vectorised reads of the other half
+    aligned       elements per aligned run of a half of a head, for vectorized reads of the other half
     hadamard      rotate in blocks of 2^hadamard, and multiply by `factor`; 0: do not
-    norm, eps     RMSNorm before anything else, of a kind of `halfbyte.reference.block.KINDS`; "": none
-    queries       of q
+    norm, eps     RMSNorm, applied first, of a kind of `halfbyte.reference.block.KINDS`; "": none
+    queries       the norm's weight is that of q
     """
 
     dim: int
@@ -46,7 +46,7 @@ class AppendSpec:
     page           tokens of a page; 0: contiguous memory
     advance        the program that writes a sequence's tokens also advances its length
     sinks, recent  tokens that stay in 16 bits
-    through        there may be more new tokens than recent ones: some leave the window in the append they come with
+    through        there may be more new tokens than recent ones, so that some leave the window at once
     """
 
     keys: KVCodec
@@ -69,8 +69,8 @@ class AppendSpec:
 class AppendPlan:
     """The programs of an append.
 
-    tiles, blocks        programs of a sequence; of one of its heads, for blocks (0: keys are not per channel)
-    warps, block_warps   of a program
+    tiles, blocks        programs per sequence; per head of it, for blocks of tokens (0: keys are not per channel)
+    warps, block_warps   per program
     """
 
     spec: AppendSpec
@@ -95,7 +95,7 @@ def append_plan(
     norm: tuple[str, float] = ("", 0.0),
 ) -> AppendPlan:
     """`formats`, `dims`: of keys and of values. `page`: its tokens; 0: contiguous memory. `window`: sink and recent tokens in 16
-    bits. `advance`: if one program can. `norm`: its kind and eps."""
+    bits. `advance`: if a sequence has one program. `norm`: its kind and eps."""
     (dim, value_dim), (keys, values) = dims, (kv_codec(KV_FORMATS[name]) for name in formats)
     count, some, passes, warps = _tiling(heads, tokens, max(map(_row, dims)))
     tiles, half, block = -(-tokens // count), dim // 2, dim & -dim
@@ -118,7 +118,7 @@ def _tiling(heads: int, tokens: int, row: int) -> tuple[int, int, int, int]:
 
 
 def _warps(elements: int, each: int, most: int) -> int:
-    """Warps of a program: each has so many elements, more where there would be too many warps."""
+    """Warps of a program: one for every `each` elements, at most `most`."""
     return max(1, min(most, elements // each))
 
 

@@ -1,4 +1,4 @@
-"""Codebooks as 16-bit numbers: what their values are divided by before they are rounded."""
+"""Codebooks in 16 bits: the unit that values are divided by before they are rounded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from halfbyte.formats import Code
 
-#: Terms of a sum for which units are chosen.
+#: The K that units are optimized for.
 _LONG = 8192
 
 
@@ -17,9 +17,8 @@ _LONG = 8192
 def unit_of_codebook(code: Code, dtype: str) -> float:
     """What the values of a codebook are divided by before they are rounded to 16 bits.
 
-    1 / d for the smallest d = 1..16 that makes all of them exact. If there is none (NF4), what makes long sums most exact: the
-    error of a value is the same wherever its code stands, so a mean error grows with K where x has one sign, the others with its
-    root.
+    1 / d for the smallest d = 1..16 that makes all of them exact. If there is none (NF4), the unit with the least error of long
+    sums: where x has one sign, the mean rounding error grows with K, deviations from it with sqrt(K).
     """
     assert code.values is not None
     values = code.values
@@ -37,7 +36,7 @@ def unit_of_codebook(code: Code, dtype: str) -> float:
 
 
 def _shares(values: tuple[float, ...], block: int = 64) -> list[float]:
-    """How often each level stands in blocks of normal numbers over their largest magnitude: between neighbours' midpoints."""
+    """How often each value is the nearest in blocks of normal numbers divided by their largest magnitude."""
     normal, ordered = NormalDist(), sorted(values)
     edges = [-1.0, *((a + b) / 2 for a, b in itertools.pairwise(ordered)), 1.0]
     tops = [
@@ -59,7 +58,7 @@ def _rounded(value: float, dtype: str) -> float:
 
 
 def pattern(value: float, dtype: str) -> int:
-    """The pattern of the 16-bit number nearest to `value`."""
+    """The bits of the 16-bit number nearest to `value`."""
     if dtype == "fp16":
         return int(struct.unpack("<H", struct.pack("<e", value))[0])
     bits = int(struct.unpack("<I", struct.pack("<f", value))[0])

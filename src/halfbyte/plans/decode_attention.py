@@ -1,7 +1,7 @@
-"""What decode attention is compiled for and how its work is cut: pure functions of the problem and the device.
+"""How decode attention is compiled and partitioned: pure functions of the problem and the device.
 
-`gluon_plan` says how the tuned kernel would run a problem, or in words why it cannot. Lengths are not part of a problem: the host
-fixes the number of programs, and each takes its share of the true lengths on the device, so that a captured graph stays right.
+`gluon_plan` says how the tuned kernel would run a problem, or why it cannot. Lengths are not part of a problem: the host fixes
+the number of programs, and each takes its share of the true lengths on the device, so that a captured graph stays valid.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
 from halfbyte.plans.toolchain import takes_any_part
 from halfbyte.reference.hadamard import block_size, rotated
 
-#: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
+#: The tuned kernel counts tokens in 32 bits: the widest window, the most tokens (of all heads) and sequences of a call.
 WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
-#: Query rows of a KV head times the size of a head that the registers of the kernel for few rows hold.
+#: Query rows per KV head times head_dim that the registers of the kernel for few rows hold.
 MOST_NUMBERS = 4096
-#: Tokens of a split where bits must not depend on the batch, and how many such splits are added at first.
+#: With `deterministic_batch`: tokens of a split, and how many splits the first reduction step adds.
 FIXED_SPLIT, FIXED_FANIN = 1024, 16
 
 
 def programs(items: int, slots: int) -> int:
     """How many programs share `items` work items when `slots` of them run at once.
 
-    A whole number of programs an item (or of items a program) lets no share straddle two items when lengths are equal; it is taken
-    unless it would leave more than an eighth of the slots idle.
+    With a whole number of programs per item (or items per program), no share spans two items of equal length; it is used unless it
+    leaves more than an eighth of the slots idle.
     """
     whole = slots // items * items if items <= slots else -(-items // -(-items // slots))
     return whole if 8 * whole >= 7 * slots else slots
 
 
 def reduce_fanin_of(programs: int, items: int) -> int:
-    """How many partial results of a work item are added in the first of two steps: about as many as are left for the second."""
+    """Partial results of a work item that the first of two reduction steps adds: about as many as are left for the second."""
     return 16 if programs > 128 * items else 8
 
 
@@ -43,14 +43,15 @@ def reduce_fanin_of(programs: int, items: int) -> int:
 class DecodeProblem:
     """One call of decode attention, without its tensors: everything that the choice of a kernel may depend on.
 
+    group           query heads per KV head
     keys, values    format names
     aligned         codes lie in whole 16-byte pieces
     page            tokens of a page; 0: contiguous
     sink_tokens, recent_tokens      tokens that are read in 16 bits
     k_token_stride, v_token_stride  rows from a token's codes to the next one's: 1, `heads` with tokens first, 0 otherwise
-    k_scale_stride, v_scale_stride  the same of scales; 0, too, where they are not aligned for cp.async
-    rotate_keys     keys are stored rotated, so that queries are to be
-    ragged          `queries` are those of all sequences together, however many each has
+    k_scale_stride, v_scale_stride  the same for scales; 0, too, where they are not aligned for cp.async
+    rotate_keys     keys are stored rotated; the kernel rotates queries
+    ragged          `queries` counts those of all sequences
     """
 
     dtype: str
@@ -97,7 +98,7 @@ def dense_problem(
     page: int = 0,
     deterministic_batch: bool = False,
 ) -> DecodeProblem:
-    """A call without options on a cache as `KVCache` makes it: aligned, nothing between what lies side by side."""
+    """A call without options on a cache as `KVCache` allocates it: aligned, with dense strides."""
     return DecodeProblem(
         *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
         *(True, False, False, False, deterministic_batch),
@@ -107,7 +108,7 @@ def dense_problem(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and what they scribble in."""
+    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and their workspace."""
 
     spec: DecodeSpec
     programs: int
@@ -117,19 +118,19 @@ class DecodePlan:
 
     @property
     def floats(self) -> int:
-        """fp32 numbers of a workspace: two partial results a program, or two groups of splits, and sums of groups."""
+        """fp32 numbers of a workspace: two partial results per program, or two groups of splits, and sums of groups."""
         partials = 2 * self.programs * (self.spec.reduce_fanin if self.spec.split else 1) + self.work_items * self.groups
         return partials * self.spec.partial_floats
 
     @property
     def semaphores(self) -> int:
-        """Semaphores of a workspace: one a work item, two for every `reduce_fanin` programs, or one a program."""
+        """Semaphores of a workspace: one per work item, and two per `reduce_fanin` programs (fixed splits: one per program)."""
         if self.spec.split:
             return self.work_items + self.programs
         return self.work_items + 2 * -(-self.programs // self.spec.reduce_fanin)
 
     def describe(self) -> dict[str, str]:
-        """The plan in words, in the order in which they are to be read."""
+        """The plan in words, in reading order."""
         spec = self.spec
         wgmma = isinstance(spec, DecodeWgmmaSpec)
         divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
@@ -149,12 +150,12 @@ class DecodePlan:
 
 
 def format_of(name: str) -> Format:
-    """A format of keys or values, those that only pass through included."""
+    """The KV format or plain format of this name."""
     return KV_FORMATS.get(name) or plain_format(name)
 
 
 def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: bool) -> DecodePlan | str:
-    """How the tuned kernel runs this problem; in words, why it cannot."""
+    """How the tuned kernel runs this problem, or the reason why it cannot."""
     refusal = _refusal(p, capability)
     keys = kv_spec(format_of(p.keys), p.dim, p.k_token_stride, p.k_scale_stride)
     values = kv_spec(format_of(p.values), p.value_dim, p.v_token_stride, p.v_scale_stride)
@@ -203,9 +204,9 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
 
 
 def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
-    """New tokens whose query rows a tuned kernel holds, of a call that has more of them; 0: take the call as it is.
+    """New tokens per block, for a call with more query rows than a tuned kernel holds; 0: do not divide the call.
 
-    On Hopper as many as wgmma takes, if they take these keys and values at all: not with sink or recent tokens, for instance.
+    On Hopper as many as the wgmma kernel takes, if it reads these keys and values: not with sink or recent tokens, for instance.
     """
     narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
     if p.rows <= narrow:
@@ -213,31 +214,31 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
         one = replace(p, batch=1)
         return p.queries if many and p.deterministic_batch and isinstance(gluon_plan(one, 1, capability, True), DecodePlan) else 0
     if p.deterministic_batch:
-        p = replace(p, batch=1)  # blocks are launched in as many pieces as it takes
+        p = replace(p, batch=1)  # blocks are launched in several pieces if necessary
     for rows in (MOST_ROWS, narrow) if supports_wgmma(capability) else (narrow,):
         queries = min(p.queries, rows // p.group)
-        # Whether it takes them does not depend on the number of multiprocessors.
+        # The answer does not depend on the number of SMs.
         if queries and isinstance(gluon_plan(replace(p, queries=queries), 1, capability, True), DecodePlan):
             return queries if queries < p.queries else 0
     return 0
 
 
 def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem:
-    """Ragged queries, at most `most` of a sequence, as a tuned kernel takes them: each block of them is a sequence of its own."""
+    """Ragged queries, at most `most` per sequence, as a tuned kernel takes them: each block of them becomes a sequence."""
     even = replace(p, ragged=False, batch=1, queries=min(most, p.queries))
-    if p.deterministic_batch:  # as many as fill the rows of a decode, whatever the call
+    if p.deterministic_batch:  # as many as fill 8 query rows, in every call
         return replace(even, queries=max(1, 8 // p.group))
     queries = queries_of_a_block(even, capability) or even.queries
     return replace(even, queries=queries, batch=p.queries // queries + p.batch)
 
 
 def for_many_sequences(plan: DecodePlan) -> DecodePlan:
-    """The plan with a kernel for up to 64 sequences, or for as many as there can be: prompts of all lengths share those two."""
+    """The plan with a kernel for up to 64 or `MOST_SEQUENCES` sequences: prompts of all lengths share those two."""
     return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
 
 
 def _wgmma_plan(spec: DecodeWgmmaSpec, per_sm: int, items: int, num_sms: int) -> DecodePlan:
-    """The plan of a launch of the kernel for many rows."""
+    """The plan of a launch of the wgmma kernel."""
     count = programs(items, num_sms * per_sm)
     spec = replace(spec, reduce_fanin=reduce_fanin_of(count, items))
     return DecodePlan(spec, count, items, f"wgmma with up to {spec.padded_rows} rows; " + _why(spec, count, items))
@@ -249,8 +250,8 @@ def _why(spec: DecodeSpec, count: int, items: int) -> str:
 
 
 def with_reduce_smem(spec: DecodeSpec, limit: int) -> DecodeSpec:
-    """The same, its warps summed in memory of their own, where Triton does not see such a part of the ring; with fewer stages where
-    `limit` bytes of shared memory leave no room for that."""
+    """The same with separate shared memory for the sums of warps, if this Triton cannot reinterpret part of the ring for them; with
+    fewer stages if it exceeds `limit` bytes."""
     if spec.equal_parts or takes_any_part():
         return spec
     apart = [replace(spec, stages=stages, separate_reduce_smem=True) for stages in range(spec.stages, 1, -1)]
@@ -258,7 +259,7 @@ def with_reduce_smem(spec: DecodeSpec, limit: int) -> DecodeSpec:
 
 
 def _refusal(p: DecodeProblem, capability: Capability) -> str:
-    """Why the tuned kernel cannot run a problem, formats aside; "" if nothing is in the way."""
+    """Why the tuned kernel cannot run a problem, most checks of formats aside; "" if it can."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
     if p.ragged:
@@ -283,10 +284,10 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
 
 
 def _heads(keys: KVSpec, values: KVSpec, heads: int) -> int:
-    """KV heads of a work item: two, where a head's codes of a token are less than 128 bytes, between other heads' codes.
+    """KV heads per work item: two, where the codes of a head and token are under 128 bytes, between other heads' codes.
 
-    Such pieces are read at less than the speed of memory; those of two neighbours are whole lines of it. Where
-    only values are narrow it makes no difference.
+    Such pieces do not reach full memory bandwidth; those of two adjacent heads do. If only values are narrow, it makes no
+    difference.
     """
     return 2 if heads % 2 == 0 and all(s.pairs and 2 * s.words < 128 for s in (keys, values)) else 1
 
@@ -294,14 +295,14 @@ def _heads(keys: KVSpec, values: KVSpec, heads: int) -> int:
 def shape_of(
     keys: KVSpec, values: KVSpec, heads: int, padded_rows: int, lean: bool, leanest: bool, shared_limit: int
 ) -> tuple[int, int, int, int]:
-    """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
+    """(warps, tokens of a stream, stages, programs per SM): two programs hide each other's latency.
 
     Tiles are as large as a warp's registers allow, besides its queries and its output: found by compiling for every format and head
-    size (with per-channel scales no more than share a block). `lean`: scores need no more than a mask; `leanest`: one of the length
-    alone, and distances between addresses are constants.
+    size (with per-channel scales, at most one block of tokens). `lean`: scores need no more than a mask; `leanest`: only a mask by
+    length, and strides are constants.
 
-    Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
-    no room for a program more: with more stages the ends of programs spread more.
+    Stages: the most that fit 100 KB (160 KB with one program per SM). With 8 rows, the fewest that keep 50 KB in flight and leave
+    no room for another program: with more stages, programs end at more different times.
     """
     plain_int = all(side.bits <= 4 and side.groups == 1 for side in (keys, values))
     narrow = all(side.codes_per_word * side.padded <= 128 for side in (keys, values))
@@ -322,7 +323,7 @@ def shape_of(
 
 
 def _in_fixed_splits(spec: DecodeSpec, per_sm: int, limit: int) -> tuple[DecodeSpec, int]:
-    """The spec with splits of fixed size, and programs of a multiprocessor. Its ring goes on while warps are summed, elsewhere."""
+    """The spec with splits of fixed size, and programs per SM. Its ring keeps loading while warps are summed in other memory."""
     one = replace(spec, split=FIXED_SPLIT, reduce_fanin=FIXED_FANIN, separate_reduce_smem=True)
     for together, stages in product(range(per_sm, 0, -1), range(spec.stages, 1, -1)):
         padded = [replace(one, stages=stages, pad_slots=slots) for slots in (0, 1)]
@@ -334,10 +335,10 @@ def _in_fixed_splits(spec: DecodeSpec, per_sm: int, limit: int) -> tuple[DecodeS
 
 
 def _filled(spec: DecodeSpec, per_sm: int, limit: int) -> DecodeSpec:
-    """The spec with sums of warps in memory of their own, where `per_sm` programs have room for it; with 8 rows none for one more.
+    """The spec with separate shared memory for the sums of warps, if `per_sm` programs fit; with 8 rows, no more than these.
 
-    With 168 registers or fewer one program more would fit in where the ring is small, and do harm: the next call's programs, which
-    start early, would crowd the multiprocessors that end first. The sums take that place, or an empty slot of the ring.
+    With 168 registers or fewer, one more program would fit if the ring is small, and do harm: the next call's programs, which
+    start early (PDL), would crowd the SMs that end first. The sums take that space, or an empty slot of the ring.
     """
     tried = [replace(spec, separate_reduce_smem=own, pad_slots=pad_slots) for pad_slots in (0, 1) for own in (True, False)]
     fitting = [s for s in tried if per_sm * (s.shared_bytes + 1024) <= limit] or [spec]
@@ -346,12 +347,12 @@ def _filled(spec: DecodeSpec, per_sm: int, limit: int) -> DecodeSpec:
 
 
 def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int) -> tuple[DecodeSpec, int] | None:
-    """The spec, for one program a multiprocessor, where each has about one work item: it computes that alone, nothing is added up.
+    """The spec for one program per SM, if each has about one work item: there are no partial results.
 
-    Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
-    would move in next to it. With 8-bit keys and values in groups tiles stay, and empty slots take that room. None where that was
-    slower or hardly faster (other groups, per-channel scales, single heads of 64, heads of 256, INT4 in pages), or not tried (16
-    bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
+    Its tiles are larger, and its ring takes more than half of the shared memory: otherwise the next call's program, which starts
+    early, would share the SM. With 8-bit keys and group-wise values, tiles stay, and empty slots take that space. None where that
+    was slower or hardly faster (other groups, per-channel scales, single heads of 64, heads of 256, INT4 in pages), or not tried
+    (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
     """
     sides = spec.keys, spec.values
     whole = programs(items, num_sms) == items and spec.padded_rows == 8 and lean and not spec.window
@@ -368,11 +369,11 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
 
 
 def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, limit: int) -> tuple[DecodeSpec, int] | None:
-    """The spec, for one program a multiprocessor, where many of them share a work item, so that adding up takes long.
+    """The spec for one program per SM, if many programs share a work item, so that the reduction takes long.
 
-    That leaves half as many partial results, and a stage more hides the waits, but where INT4 has no more than 1,024 tokens a
-    program. As measured for heads of 128 and 8 rows: from 16 partial results an item on, with INT4 from 4; groups of keys gained
-    nothing, and per-channel scales lost (docs/internals/log/attention.md).
+    This halves the partial results; one more stage hides latency, except for INT4 with at most 1,024 tokens per program. As
+    measured for heads of 128 and 8 rows: from 16 partial results per item on (INT4: from 4); group-wise keys gained nothing, and
+    per-channel scales lost (docs/internals/log/attention.md).
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.codes_per_word > 1 and side.codes_per_word * side.padded == 128 for side in sides)
@@ -384,6 +385,6 @@ def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, li
 
 
 def _alone(spec: DecodeSpec, stages: int, limit: int) -> tuple[DecodeSpec, int] | None:
-    """The spec with so many stages, for one program a multiprocessor, warps summed in memory of their own; None: no room."""
+    """The spec with `stages` stages, one program per SM, and separate shared memory for the sums of warps; None: no room."""
     one = replace(spec, stages=stages, separate_reduce_smem=True)
     return (one, 1) if one.shared_bytes <= limit - 1024 else None

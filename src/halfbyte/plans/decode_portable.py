@@ -1,4 +1,4 @@
-"""How the portable Triton level of `decode_attention` cuts a call into programs: pure functions, no device is asked anything."""
+"""How the portable Triton level of `decode_attention` divides a call into programs: pure functions that query no device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from halfbyte.device import Capability
 from halfbyte.formats import Format
 from halfbyte.plans.decode_attention import FIXED_SPLIT, DecodeProblem, format_of
 
-#: Programs that keep one multiprocessor busy, warps counted: beyond them more splits only cost.
+#: Warps that keep one SM busy: beyond them, more splits only cost.
 _WARPS_PER_SM = 16
 
 
@@ -16,9 +16,9 @@ _WARPS_PER_SM = 16
 class TritonTiles:
     """One launch: each program takes `block_rows` query rows and walks its share of the tokens in blocks of `block_tokens`.
 
-    `chunk` 0: `splits` equal shares of what a sequence can see. `chunk` > 0, a multiple of `block_tokens`: split s takes tokens
-    [s * chunk, (s + 1) * chunk), so that a sequence's bits do not depend on its neighbours; splits * chunk is the capacity or more.
-    `pdl`: start before the kernel before has ended and wait for it on the device (compute capability 9.0 on).
+    `chunk` 0: `splits` equal shares of a sequence's visible tokens. `chunk` > 0, a multiple of `block_tokens`: split s takes tokens
+    [s * chunk, (s + 1) * chunk), so that a sequence's bits do not depend on the batch; splits * chunk is the capacity or more.
+    `pdl`: programmatic dependent launch (from compute capability 9.0 on).
     """
 
     block_tokens: int
@@ -30,7 +30,7 @@ class TritonTiles:
     pdl: bool = False
 
     def describe(self, p: DecodeProblem) -> dict[str, str]:
-        """The tiles in words, for a problem that they are for."""
+        """The tiles in words, for their problem."""
         share = f"{self.chunk} tokens each, whatever the batch" if self.chunk else "equal shares of a sequence's true length"
         return {
             "kernel": "triton (portable)",
@@ -47,11 +47,11 @@ def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> Tri
     few, many = (_tiles(p, p.rows // rows + p.batch, rows, num_sms, capability) for rows in (16, 32))
     return (
         few if p.deterministic_batch or many.splits > 1 else many
-    )  # tiles that no number of queries changes, or that fill the GPU
+    )  # tiles that do not depend on the number of queries, or that fill the GPU
 
 
 def _tiles(p: DecodeProblem, batch: int, rows: int, num_sms: int, capability: Capability) -> TritonTiles:
-    """Of `batch` blocks of `rows` query rows for each KV head."""
+    """Tiles of `batch` blocks of `rows` query rows per KV head."""
     return triton_tiles(
         format_of(p.keys),
         format_of(p.values),
@@ -79,11 +79,11 @@ def triton_tiles(
     capability: Capability = (8, 0),
     chunk: int = 0,
 ) -> TritonTiles:
-    """Tiles for a call: `rows` query rows a KV head (queries * query heads a KV head), `num_sms` multiprocessors.
+    """Tiles for a call: `rows` query rows per KV head (queries * query heads per KV head), `num_sms` SMs.
 
     `chunk` > 0 requests the same bits in every batch; it is rounded up to whole blocks.
     """
-    # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
+    # Not 64 rows: those use Hopper's wgmma, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32
     bits, channels = (keys.code.bits, values.code.bits), keys.token_block is not None
     grouped = "group" in (keys.granularity, values.granularity)

@@ -13,10 +13,10 @@ from halfbyte.plans.kv_codec import KVCodec, kv_codec
 class KVSpec(KVCodec):
     """How keys (or values) are stored, and where: one compile-time constant of the tuned kernel.
 
-    words   16-bit words of a token; `padded`, the same rounded up to a power of two
+    words   16-bit words of one token and head; `padded`, the same rounded up to a power of two
     groups  scales of one token and head
     token_stride    rows from a token's codes to the next one's: 1, or the heads of a token; 0: known at the launch only
-    scale_stride    the same of scales; where it is 0 they pass through registers and not by cp.async
+    scale_stride    the same for scales; if 0, they pass through registers instead of cp.async
     """
 
     words: int
@@ -52,12 +52,12 @@ class KVSpec(KVCodec):
 
     @property
     def rows(self) -> int:
-        """Rows in one operand: of one code of a word, or of half the rows of two."""
+        """Rows of one operand: one code of each word of a section; two if `halved`."""
         return 16 if self.halved else self.padded // self.groups
 
     @property
     def shifted(self) -> bool:
-        """Whether products with values need a multiple of the sum of weights added: codes made unsigned, or with offsets."""
+        """Whether P V needs a multiple of the sum of P added: for signed codes, made unsigned, and for offsets."""
         return self.offset or self.kind == "signed"
 
     @property
@@ -67,16 +67,16 @@ class KVSpec(KVCodec):
 
     @property
     def paired(self) -> bool:
-        """Whether scales are copied in words of two: of two groups, or of two heads. cp.async copies nothing smaller."""
+        """Whether scales are copied in pairs, of two groups or two heads: cp.async copies at least 4 bytes."""
         return self.scale == "token" and self.scale_stride > 1
 
     @property
     def scale_columns(self) -> int:
-        """What is copied for each token: a scale for each group, or a word for two."""
+        """Copies per token: a scale for each group, or a pair for two."""
         return max(1, self.groups // 2) if self.paired else self.groups
 
     def tile_bytes(self, tokens: int, runs: int, heads: int) -> int:
-        """Shared memory of a tile of tokens, in so many runs, for neighbouring heads. A word of two heads' scales serves both."""
+        """Bytes of shared memory of a tile of tokens in `runs` runs, for adjacent heads. Two heads share a pair of scales."""
         codes = 2 * self.padded * heads * tokens
         if self.scale == "channel":
             return codes + 2 * self.codes_per_word * self.padded * runs * (1 + self.offset)
@@ -85,13 +85,13 @@ class KVSpec(KVCodec):
 
     @property
     def pairs(self) -> bool:
-        """Whether two neighbouring heads can be read as one: the heads of a token side by side, a scale of each in one word."""
+        """Whether two adjacent heads can be read as one: the heads of a token are adjacent, and so are their scales."""
         whole = self.token_stride > 1 and self.padded == self.words and self.groups == 1
         return whole and self.scale != "channel" and (self.scale != "token" or self.paired)
 
 
 def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1) -> KVSpec | str:
-    """How the tuned kernel reads a buffer of `fmt` with heads of `dim`; in words, why it cannot."""
+    """How the tuned kernel reads a buffer of `fmt` with heads of `dim`, or the reason why it cannot."""
     codec = kv_codec(fmt)
     if codec.bits > 16:
         return f"{fmt.name} is read by the portable kernel only"
@@ -129,14 +129,14 @@ class DecodeSpec:
     alibi: bool
     softcap: bool
     use_pdl: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
-    reduce_fanin: int = 16  # partial results that are added in a first step, where they are more than one step adds
-    separate_reduce_smem: bool = False  # warps are summed in shared memory of their own, not in the ring
-    heads: int = 1  # neighbouring KV heads of a work item; stream w works on head w % heads of them
-    pad_slots: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
-    rotate: int = 0  # dims of a Hadamard block, where queries are to be rotated as keys are; 0: they are not
+    reduce_fanin: int = 16  # partial results that a first reduction step adds, if one step is not enough
+    separate_reduce_smem: bool = False  # warps are summed in separate shared memory, not in the ring
+    heads: int = 1  # adjacent KV heads of a work item; stream w works on head w % heads of them
+    pad_slots: int = 0  # empty slots of the ring, so that no more programs than planned fit on an SM
+    rotate: int = 0  # dims of a Hadamard block, if queries are rotated as keys are; 0: they are not
     sink_tokens: int = 0  # tokens that are read in 16 bits: the first ones, and the last
     recent_tokens: int = 0
-    split: int = 0  # tokens of which a partial result is made, whatever the batch; 0: those of a program's share
+    split: int = 0  # tokens per partial result, for every batch; 0: those of a program's share
 
     wgmma: ClassVar[bool] = False  # whether it is the kernel for many query rows
 
@@ -157,12 +157,12 @@ class DecodeSpec:
 
     @property
     def kv_warps(self) -> int:
-        """Warps, or groups of `warps_q` of them, that work on tokens of their own."""
+        """Warps, or groups of `warps_q` of them, that work on separate tokens."""
         return self.warps // self.warps_q
 
     @property
     def runs(self) -> int:
-        """Runs of neighbouring tokens in a tile: each a stream's, or as many streams' as a work item has heads."""
+        """Runs of consecutive tokens in a tile, one per stream; the streams of a work item's heads share one."""
         return self.kv_warps // self.heads
 
     @property
@@ -197,7 +197,7 @@ class DecodeSpec:
 
     @property
     def chunk_cost(self) -> int:
-        """What a chunk costs in eighths of a tile: by its bytes."""
+        """The cost of a chunk in eighths of a tile, by bytes."""
         numbers = sum(s.words * s.codes_per_word for s in (self.keys, self.values))
         return max(1, round(8 * 2 * self.chunk * self.heads * numbers / (self.ring_bytes // self.stages)))
 
@@ -218,7 +218,7 @@ class DecodeSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, bytes: the ring of tiles, and what the warps are summed in."""
+        """Bytes of shared memory of a block: the ring of tiles, and the sums of warps."""
         return (
             self.ring_bytes // self.stages * (self.stages + self.pad_slots)
             + (0 if self.reuses_ring else self._sum_bytes)
@@ -232,7 +232,7 @@ class DecodeSpec:
 
     @property
     def equal_parts(self) -> bool:
-        """Whether the sums of the warps, where they are in the ring of keys, are one of equal parts of it."""
+        """Whether the sums of warps, if they are in the ring of keys, are one of several equal parts of it."""
         ring = 2 * (self.stages + self.pad_slots) * self.tile * self.heads * self.keys.padded
         return not self.reuses_ring or ring % self._sum_bytes == 0
 
@@ -243,9 +243,9 @@ class DecodeSpec:
 
 @dataclass(frozen=True)
 class DecodeWgmmaSpec(DecodeSpec):
-    """What the kernel for many query rows is compiled for: 16 rows a warp, tokens of a tile for all of them.
+    """What the kernel for many query rows is compiled for: each warp has 16 rows and all tokens of a tile.
 
-    Warps copy runs of tokens as in `DecodeSpec`, and nothing more is divided among them by tokens.
+    Warps copy runs of tokens as in `DecodeSpec`; no other work is divided by tokens.
     """
 
     wgmma: ClassVar[bool] = True
@@ -256,11 +256,11 @@ class DecodeWgmmaSpec(DecodeSpec):
 
     @property
     def equal_parts(self) -> bool:
-        return True  # all that is seen as another type and shape is seen whole
+        return True  # memory is reinterpreted as a whole only
 
     @property
     def dim(self) -> int:
-        """Columns of operands: dims of a head, rounded up."""
+        """Columns of operands: head_dim, rounded up."""
         return self.keys.codes_per_word * self.keys.padded
 
     @property
@@ -270,5 +270,5 @@ class DecodeWgmmaSpec(DecodeSpec):
 
 
 def padded(n: int) -> int:
-    """The power of two that is not below n."""
+    """The smallest power of two >= n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec
 
-#: Query rows of a KV head that a program holds: 16 a warp.
+#: Query rows of a KV head that a program holds: 16 per warp.
 MOST_ROWS = 128
 
 
 def wgmma_spec(
     keys: KVSpec, values: KVSpec, rows: int, queries: int, batch: int, page: int, flags: dict[str, bool], limit: int
 ) -> tuple[DecodeWgmmaSpec, int] | str:
-    """What the kernel for many rows is compiled for and how many programs a multiprocessor runs; in words, why it cannot.
+    """What the wgmma kernel is compiled for and how many programs an SM runs, or the reason why it cannot.
 
-    A tile has as many tokens: with up to 64 rows for two programs of a warp group, with up to 128 for one of two warp groups.
+    A tile has as many tokens as padded rows: 64 for two programs of one warp group, 128 for one of two warp groups.
     """
     if rows > MOST_ROWS:
         return f"{rows} query rows per KV head; tuned kernels take up to {MOST_ROWS}"

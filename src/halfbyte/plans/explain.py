@@ -1,4 +1,4 @@
-"""Plans of decode attention and of products with quantized weights in words, for `halfbyte explain`."""
+"""Plans of decode attention and of GEMMs with quantized weights in words, for `halfbyte explain`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def explanation(
     window: tuple[int, int] = (0, 0),
     resources: Resources = no_resources,
 ) -> dict[str, str]:
-    """Facts by name, in the order in which they are to be read. Raises `InvalidArgument` naming the size at fault.
+    """Facts by name, in reading order. Raises `InvalidArgument` naming the size at fault.
 
     `window`: sink and recent tokens.
     """
@@ -96,7 +96,7 @@ def linear_explanation(
     table: Table = NO_TABLE,
     resources: Resources = no_resources,
 ) -> dict[str, str]:
-    """As `explanation`, for x [rows, width] times one weight (`linear`), or two or three in one launch, of so many out features.
+    """As `explanation`, for x [rows, width] times one weight (`linear`), or two or three in one launch, of these out features.
 
     `weights`: one format for all of them, or one each. `table`: the measured plans of that GPU. x is contiguous and no weight has
     an act-order.

@@ -1,4 +1,4 @@
-"""How a KV format is stored, as device code sees it: the one description that append, the portable and the tuned kernels share."""
+"""How a KV format is stored, as device code sees it: shared by append, the portable and the tuned kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class KVCodec:
 
     kind        what a code is: "unsigned", "signed" (int8), "e4m3", or the name of a dtype that is not quantized
     bits        of a code; the first one of a byte is in its lowest bits
-    lo, hi      the integers that are stored
+    lo, hi      range of the stored integers
     reach       what the largest magnitude of a block (with offsets, its span) is mapped to
     spread      what shares a scale: "none", "tensor", "token", "head", "group" or "channel"
-    group       neighbouring dims that share a scale; 0: not in groups
-    block       tokens of a block whose channels have scales; 0: not per channel. What is not a whole block lies in a 16-bit tail
+    group       consecutive dims that share a scale; 0: not in groups
+    block       tokens per block of per-channel scales; 0: not per channel. An unfinished block lies in a 16-bit tail
     offset      x = scale * code + offset
-    clip        the share of a block's span that codes with offsets cover
+    clip        the fraction of a block's span that codes with offsets cover
     """
 
     kind: str
@@ -46,12 +46,12 @@ class KVCodec:
 
     @property
     def scale_per_token(self) -> bool:
-        """Whether there is one scale for a token, or a head of it, which then stays outside of products."""
+        """Whether there is one scale for a token, or a head of it, which is applied outside of the MMA."""
         return self.spread in ("token", "head")
 
     @property
     def scale_inside(self) -> bool:
-        """Whether scales differ along a head, so that products need them applied."""
+        """Whether scales differ along a head, so that the MMA's operands need them applied."""
         return self.spread in ("group", "channel")
 
     @property
@@ -66,18 +66,18 @@ class KVCodec:
 
     @property
     def step(self) -> float:
-        """A code over the fp16 number that its bits are, masked in place: integers are subnormals."""
+        """A code divided by the fp16 number that its bits, masked in place, represent: integers are subnormals."""
         return 1.0 if not self.scaled else 2.0**8 if self.floating else 2.0**24
 
     @property
     def centre(self) -> int:
-        """What the portable kernel subtracts from unsigned codes, so that sums of products do not cancel."""
+        """What the portable kernel subtracts from unsigned codes, so that its sums do not cancel."""
         return 2 ** (self.bits - 1) if self.kind == "unsigned" else 0
 
 
 @functools.cache
 def kv_codec(fmt: Format) -> KVCodec:
-    """The description of a format of keys or values, or of one that only passes through attention."""
+    """The codec of a KV format, or of a plain format that attention reads."""
     code, group = fmt.code, fmt.scale.group or 0 if fmt.scale is not None else 0
     integer = "signed" if code.dtype.is_signed else "unsigned"
     return KVCodec(

@@ -1,6 +1,6 @@
 """How the tuned kernels divide GEMMs with quantized weights: pure functions of the problem and the device.
 
-Here for small M, and what both kernels share; plans/linear_wgmma.py has larger M on Hopper.
+This module has small M, and what both kernels share; plans/linear_wgmma.py has larger M on Hopper.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.toolchain import takes_any_part
 from halfbyte.plans.weight_spec import WeightSpec, weight_spec
 
-#: The largest M of the kernel for small M. From 17 on others, whose tiles are larger, are faster.
+#: The largest M of the kernel for small M. From 17 on, kernels with larger tiles are faster.
 MOST_ROWS = 16
 #: Shared memory that a block takes besides its rings: the driver's, and what the compiler needs.
 BLOCK_BYTES = DRIVER_SHARED_BYTES + 256
 
 
 def gluon_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
-    """How the kernel for small M computes a GEMM; in words, why it cannot."""
+    """How the kernel for small M computes a GEMM, or the reason why it cannot."""
     weight = one_weight_spec(p)
     if isinstance(weight, str):
         return weight
@@ -42,15 +42,15 @@ def gluon_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
 
 
 def planned(spec: LinearSpec, programs: int, tiles: int, steps: int, per_sm: int) -> LinearPlan:
-    """The plan of so many programs. The owner of a split tile reduces where it waits for few numbers of few programs, as measured:
-    it reads one part after the other."""
+    """The plan of so many programs. The owner of a split tile reduces if partial results are few and small, as measured: it reads
+    them one by one."""
     split = tiles % programs
     owner_reduces = split > 0 and spec.x_rows <= 8 and programs <= 2 * tiles
     return LinearPlan(replace(spec, owner_reduces=owner_reduces), programs, tiles, steps, split, per_sm)
 
 
 def one_weight_spec(p: LinearProblem, e2m1_codebook: bool = False) -> WeightSpec | str:
-    """`weight_spec` of all weights of a launch; in words, why a tuned kernel cannot read them."""
+    """`weight_spec` of all weights of a launch, or the reason why a tuned kernel cannot read them."""
     if len({fmt for fmt, _ in p.weights}) > 1:
         return "weights of different formats in one launch take the portable kernel"
     return weight_spec(p.weights[0][0], p.half, e2m1_codebook)
@@ -59,7 +59,7 @@ def one_weight_spec(p: LinearProblem, e2m1_codebook: bool = False) -> WeightSpec
 def _long(weight: WeightSpec, p: LinearProblem, num_sms: int) -> bool:
     """Whether one program per SM is fastest: small M, large K, and about one tile of 64 rows for each SM.
 
-    With INT4 in larger groups, as measured (docs/internals/log/linear.md);
+    For INT4 with group_size 64 or more, as measured (docs/internals/log/linear.md);
     two programs would take tiles of 32 rows and read x twice as often.
     """
     suits = weight.kind == "unsigned" and (weight.group == 0 or weight.group >= 64) and p.rows <= 8
@@ -67,7 +67,7 @@ def _long(weight: WeightSpec, p: LinearProblem, num_sms: int) -> bool:
 
 
 def _refusal(shape: LinearSpec, p: LinearProblem, capability: Capability) -> str:
-    """Why the kernel cannot compute a GEMM, its format aside; "" if nothing is in the way."""
+    """Why the kernel cannot compute a GEMM, its format aside; "" if it can."""
     weight, width = shape.weights[0], p.width
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
@@ -83,7 +83,7 @@ def _refusal(shape: LinearSpec, p: LinearProblem, capability: Capability) -> str
 
 
 def with_copies(shape: LinearSpec, width: int) -> LinearSpec | None:
-    """The same with how the scales and zero points of a step are copied; None where they cannot be."""
+    """The shape with the copies of a step's scales and zero points; None if they cannot be copied."""
     weight = shape.weights[0]
     if not weight.group:
         return shape
@@ -96,7 +96,7 @@ def with_copies(shape: LinearSpec, width: int) -> LinearSpec | None:
 
 
 def _copies(columns: int, row: int, size: int) -> tuple[int, bool]:
-    """`scale_copy_width`, and whether odd rows begin 2 bytes off a multiple of 4: then pieces of 4 bytes begin ahead of them."""
+    """`scale_copy_width`, and whether odd rows are 2 bytes off a multiple of 4: then copies of 4 bytes begin 2 bytes early."""
     width = scale_copy_width(columns, row, size)
     if width or row * size % 4 != 2 or columns * size % 4:
         return width, False
@@ -106,7 +106,7 @@ def _copies(columns: int, row: int, size: int) -> tuple[int, bool]:
 def scale_copy_width(columns: int, row: int, size: int) -> int:
     """How many scales (or zero points) of `size` bytes are copied at once, of `columns` in a step and `row` in a whole row.
 
-    16 bytes if possible; 0: not even 4.
+    16 bytes if possible; 0: fewer than 4.
     """
     fits = [n for n in (16, 8, 4, 2, 1) if 4 <= n * size <= 16 and columns % n == 0]
     return next((n for n in fits if row % n == 0), 0)
@@ -115,9 +115,9 @@ def scale_copy_width(columns: int, row: int, size: int) -> int:
 def _shape(weight: WeightSpec, p: LinearProblem, slots: int) -> LinearSpec:
     """Tiles, warps and chunks, with one stage; found by measuring (docs/internals/log/linear.md).
 
-    Memory is fastest in runs of 128 bytes of a row. Warps do best with 64 rows of the weight, which share the work on x, as long
-    as every program gets a tile; otherwise with 32. With M above 8 two warps divide a tile. x of 2 to 4 rows comes through the
-    L1 cache; one row gains too little from it, and of eight rows it holds too few steps.
+    Memory is fastest in runs of 128 bytes of a row. Warps are fastest with 64 rows of the weight, which share the work on x, if
+    every program gets a tile; otherwise with 32. Above M = 8, two warps divide a tile. For M of 2 to 4, x comes through the L1
+    cache; M = 1 gains too little from it, and at M = 8 it holds too few steps.
     """
     wide = weight.kind == "signed"
     tiles = p.tiles(32)
@@ -153,7 +153,7 @@ def _shape(weight: WeightSpec, p: LinearProblem, slots: int) -> LinearSpec:
 
 
 def _smaller(shape: LinearSpec) -> list[LinearSpec]:
-    """The shape, then others for SMs of 100 KB of shared memory: half the rows of a tile, half a chunk of K."""
+    """The shape, then others for SMs with 100 KB of shared memory: half the rows of a tile, half a chunk of K."""
     tiles = [tile for tile in (shape.tile, shape.tile // 2) if tile == shape.tile or tile >= 32 * shape.warps_m]
     chunks = [chunk for chunk in (shape.chunk, shape.chunk // 2) if chunk >= 128]
     return [replace(shape, tile=tile, chunk=chunk) for chunk in chunks for tile in tiles]
@@ -200,16 +200,16 @@ def fewest_programs(tiles: int, steps: int, num_sms: int, per_sm: int) -> int:
 
 
 def even_programs(tiles: int, steps: int, slots: int) -> int:
-    """The fewest programs that have as many steps each as if all slots took part."""
+    """The fewest programs that finish in as many steps as `slots` programs."""
     each = -(-tiles * steps // slots)
     return -(-tiles * steps // each)
 
 
 def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int, int]:
-    """How programs divide tiles of so many steps.
+    """How programs divide `tiles` tiles of `steps` steps.
 
-    Whole tiles for each; tiles that all of them share, which come first; steps of those for each; how many programs take one step
-    more, the first ones.
+    Whole tiles per program; tiles that all programs share, which come first; steps of those per program; how many of the first
+    programs take one step more.
     """
     whole, shared = divmod(tiles, programs)
     return whole, shared, *divmod(shared * steps, programs)

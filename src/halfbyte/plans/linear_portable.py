@@ -1,8 +1,8 @@
 """How the portable Triton level of `linear` divides a GEMM into programs: pure functions of the problem and the device.
 
 y^T [N, M] = W [N, K] x^T: a program takes `block_n` out features and `block_m` batch rows, and walks its share of K in steps of
-`block_k`. Up to M = 64 reading the weight takes the time, and K is split until all SMs read. Beyond, the tensor cores and the
-decoding ahead of them do: a tile of the weight is decoded for as many batch rows as registers hold.
+`block_k`. Up to M = 64, reading the weight dominates, and K is split until all SMs read. Beyond, tensor cores and decoding
+dominate: a tile of the weight is decoded for as many batch rows as registers hold.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from halfbyte.device import GPU
 from halfbyte.formats import Format
 from halfbyte.plans.linear_spec import LinearProblem
 
-#: M up to which scales that 16 bits do not hold exactly multiply fp32 sums instead of codes.
+#: Up to this M, scales multiply fp32 sums instead of codes, unless 16 bits hold code times scale exactly.
 EXACT_ROWS = 64
-#: Rows of a tile up to which the kernel reads columns of x one by one: strided, or in the order of the weight.
+#: Up to this `block_m`, the kernel reads columns of x one by one: strided, or in act-order.
 GATHERED_ROWS = 16
-#: Where rows must have the same bits whatever M is: rows of a tile, and programs over N and K.
+#: With `row_invariant`: rows of a tile, and programs over N and K.
 _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
-#: The most partial results that are added for one number, and the fewest columns of one.
+#: The most splits of K, and the fewest columns of one.
 _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
-#: What a step costs besides its multiply-adds, in batch rows: decoding the weights. And, in steps: a tile, a partial result.
+#: Costs besides multiply-adds: decoding the weights of a step, in batch rows; a tile and a partial result, in steps.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
-#: M from which on it is faster to dequantize slabs of a weight and multiply by cuBLAS: in general, and where every 16
-#: codes have a scale of their own, which costs the portable kernel most. And bytes of a slab: smaller ones were up to half
-#: slower, as cuBLAS fills the GPU with fewer tiles, although L2 would hold them.
+#: From this M on, it is faster to dequantize slabs of a weight for cuBLAS: in general, and with group_size 16, which costs the
+#: portable kernel most. And bytes of a slab: smaller ones, although L2 holds them, were up to 50 % slower, because cuBLAS fills
+#: the GPU with fewer tiles.
 _EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 257, 128, 128 << 20
 
 
@@ -34,8 +34,8 @@ _EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 257, 128, 128 << 20
 class LinearTiles:
     """One launch over tiles of `block_n` out features and `block_m` batch rows, each walked by `splits` programs.
 
-    Split s takes `share` steps of `block_k` columns, from step s * share on; none is without any. `fold`: group scales multiply
-    the codes, in 16 bits; else fp32 sums of a step, whose columns then share a scale (where a step holds more groups, codes again).
+    Split s takes `share` steps of `block_k` columns, from step s * share on; no split is empty. `fold`: group scales multiply
+    the codes, in 16 bits; otherwise the fp32 sums of a step, if its columns share a scale.
     `why`: the choice in words.
     """
 
@@ -72,7 +72,7 @@ class LinearTiles:
 
 
 def linear_tiles(p: LinearProblem, gpu: GPU, row_invariant: bool = False) -> LinearTiles:
-    """Tiles of a GEMM. `row_invariant`: from the weights alone, neither from M nor from the device."""
+    """Tiles of a GEMM. `row_invariant`: a function of the weights alone, not of M or the device."""
     m, width = p.rows, p.width
     if m > EXACT_ROWS and not row_invariant:
         return _large_m(p, gpu)
@@ -88,13 +88,13 @@ def linear_tiles(p: LinearProblem, gpu: GPU, row_invariant: bool = False) -> Lin
 
 
 def expanded(p: LinearProblem) -> bool:
-    """Whether M is so large that a GEMM is faster by dequantized slabs of the weights."""
+    """Whether M is so large that dequantizing slabs of the weights first is faster."""
     fine = any(fmt.group_size(p.width) < 32 for fmt, _ in p.weights)
     return p.rows >= (_EXPANDED_ROWS_16 if fine else _EXPANDED_ROWS)
 
 
 def slab_rows(width: int) -> int:
-    """Rows of a weight that are dequantized at a time: few enough for their memory, and aligned, for cuBLAS."""
+    """Rows of a weight that are dequantized at a time: about `_SLAB_BYTES`, and a multiple of 256 for cuBLAS."""
     return max(256, _SLAB_BYTES // (2 * width) // 256 * 256)
 
 
@@ -104,13 +104,13 @@ def folds_exactly(fmt: Format) -> bool:
 
 
 def _split(tiles: LinearTiles, splits: int) -> LinearTiles:
-    """The same work by about so many programs a tile, each with a share of the steps."""
+    """The same work with about `splits` programs per tile, each with a share of the steps."""
     share = -(-tiles.share // splits)
     return replace(tiles, splits=-(-tiles.share // share), share=share, why=f"{tiles.why}, K in {-(-tiles.share // share)} parts")
 
 
 def _large_m(p: LinearProblem, gpu: GPU) -> LinearTiles:
-    """The shape whose waves over the GPU cost the least."""
+    """The tiles whose waves cost the least."""
 
     def cost(tiles: LinearTiles) -> float:
         programs = tiles.count(p.features, p.rows) * tiles.splits

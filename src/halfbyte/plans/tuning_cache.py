@@ -1,7 +1,7 @@
-"""GEMM plans that were measured (`python -m benchmarks tune`): a table for each type of GPU, keyed by the fields of a problem.
+"""Measured GEMM plans (`python -m benchmarks tune`): a table for each type of GPU, keyed by the fields of a problem.
 
-A table holds choices (`tuning_space.py`), never plans: a choice goes through the checks that plans go through; where it fails, or a
-table says nothing about a problem, the analytic plan is taken. So a table can make a call slow, and never wrong.
+A table holds choices (`tuning_space.py`), never plans. A choice must pass the same checks as plans; if it fails, or a table has no
+entry for a problem, the analytic plan is used. So a table can make a call slow, but never wrong.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
 
-#: M up to which kernels round to a power of two; beyond, they take blocks of so many rows.
+#: Up to this M, kernels round M up to a power of two; beyond, to a multiple of this.
 _BLOCK_ROWS = 64
-#: What a stored choice means. To be raised with a change of kernels or plans after which older measurements say nothing.
+#: Version of stored choices. Raise it when a change of kernels or plans invalidates older measurements.
 VERSION = 2
 
 
 class DamagedPlans(HalfbyteError, ValueError):
-    """A file is no table of measured plans."""
+    """A file is not a table of measured plans for this GPU and version."""
 
 
 def key_of(p: LinearProblem) -> str:
@@ -46,7 +46,7 @@ def key_of(p: LinearProblem) -> str:
 class TunedEntry:
     """One problem that was measured. `choice` None: nothing was faster than the analytic plan.
 
-    seconds, analytic_seconds  of a call, by the choice and by the analytic plan
+    seconds, analytic_seconds  time of a call, with the choice and with the analytic plan
     date                       of the measurement, such as 2026-11-22
     file                       what it was read from; "" before it is stored
     """
@@ -69,7 +69,7 @@ class Table:
     note: str = ""
 
 
-#: Where nothing is known about a GPU but its numbers.
+#: For a GPU that is described by numbers only.
 NO_TABLE = Table("", 0, note="no plans are stored for a GPU that is described by numbers")
 
 
@@ -77,7 +77,7 @@ NO_TABLE = Table("", 0, note="no plans are stored for a GPU that is described by
 
 
 def linear_plan(p: LinearProblem, gpu: GPU, use_pdl: bool, table: Table) -> tuple[LinearPlan | str, str]:
-    """`tuned_linear` with what a table knows, and where the plan comes from, in words."""
+    """`tuned_linear` with the table's choice, if there is one, and where the plan comes from, in words."""
     plan = tuned_linear(p, gpu, use_pdl)
     entry = table.entries.get(key_of(p))
     if isinstance(plan, str) or entry is None or entry.choice is None:
@@ -109,9 +109,9 @@ def _source(entry: TunedEntry) -> str:
 
 
 def table_of(gpu: str, num_sms: int) -> Table:
-    """What is stored for GPUs of this name and size: one's own measurements go before those that come with the library.
+    """What is stored for GPUs of this name and size: the user's own measurements override those shipped with the library.
 
-    A file that cannot be used is left out, with a warning the first time.
+    An unusable file is skipped, with a warning the first time.
     """
     return _table_of(gpu, num_sms, stored_plans(), str(own_plans(gpu)))
 
@@ -136,7 +136,7 @@ def _table_of(gpu: str, num_sms: int, setting: str, own: str) -> Table:
 
 
 def check_gpu(found: Table, gpu: str, num_sms: int, file: str) -> None:
-    """Raise `DamagedPlans` unless a table is one for this GPU."""
+    """Raise `DamagedPlans` unless a table is for this GPU."""
     if (found.gpu, found.num_sms) != (gpu, num_sms):
         was = f"{found.gpu} with {found.num_sms} multiprocessors"
         raise DamagedPlans(f"{file} is of {was} and this is {gpu} with {num_sms}")

@@ -1,7 +1,7 @@
-"""What is free in a plan of the tuned GEMM: any legal choice computes the same, only not as fast. Pure functions.
+"""The tuning space of the tuned GEMM: any legal choice computes the same, at another speed. Pure functions.
 
-A plan made by rules is *analytic*. Its choice is a handful of numbers; others make another plan of the same problem, if they pass
-the checks that the rules keep by themselves: shapes that the kernel has, a ring that shared memory holds.
+A plan made by rules is *analytic*. Its choice is a few numbers; others make another plan of the same problem, if they pass the
+checks that the rules satisfy by design: shapes that the kernel supports, a ring that fits into shared memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from halfbyte.plans.linear_wgmma import wgmma_staged
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """Rows of the weight in a tile, K of a chunk, stages of the ring, programs of a multiprocessor, programs."""
+    """Rows of the weight in a tile, K of a chunk, stages of the ring, programs per SM, programs."""
 
     tile: int
     chunk: int
@@ -25,16 +25,16 @@ class LinearChoice:
     programs: int
 
 
-#: Tiles by the warps that share one, and chunks: shapes of the kernel for up to 16 rows. (Chunks of 512 were no faster and take the
-#: compiler half a minute.) And chunks of wgmma.
+#: Tiles by the warps that share one, and chunks, of the kernel for M <= 16 (chunks of 512 were no faster and compile for half a
+#: minute). And chunks of the wgmma kernel.
 TILES, CHUNKS, WGMMA_CHUNKS = {1: (32, 64), 2: (64, 128)}, (128, 256), (256, 512)
 STAGES = (4, 3, 2)
-#: Programs for each multiprocessor beyond which more of them only cost.
+#: The most programs per SM: more only cost.
 _MOST_PROGRAMS = 4
 
 
 def with_linear_choice(plan: LinearPlan, c: LinearChoice, p: LinearProblem, gpu: GPU) -> LinearPlan | str:
-    """The plan of a problem with another choice; in words, why that cannot be."""
+    """The plan of a problem with another choice, or the reason why that is not possible."""
     if isinstance(plan.spec, LinearSpec):
         spec: LinearSpec | LinearWgmmaSpec | str = _few_rows(plan.spec, c, p.width, gpu.capability)
     else:
@@ -44,7 +44,7 @@ def with_linear_choice(plan: LinearPlan, c: LinearChoice, p: LinearProblem, gpu:
     blocks, steps = plan.tiles // p.tiles(plan.spec.tile), -(-p.width // spec.step)
     tiles = blocks * p.tiles(spec.tile)
     most = _MOST_PROGRAMS * gpu.num_sms
-    if isinstance(spec, LinearSpec):  # whose programs may each compute one whole tile, however many there are
+    if isinstance(spec, LinearSpec):  # each program may compute one whole tile, for any number of tiles
         most = max(tiles, most)
     if not 1 <= c.programs <= min(tiles * steps, most):
         return f"{c.programs} programs for {tiles} tiles of {steps} steps on {gpu.num_sms} multiprocessors"

@@ -1,4 +1,4 @@
-"""How a weight format is stored, as device code sees it: the one description that the linear kernels and dequantizing share."""
+"""How a weight format is stored, as device code sees it: shared by the linear kernels and the dequantize kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightCodec:
     scale    type of a stored scale: "f16", "f32", "e8m0", "e4m3"
     nested   scales that share a second scale (double quantization); 0: none
     zero     zero points are stored
-    factor   one more fp32 scale, of the whole tensor
+    factor   an additional fp32 scale of the whole tensor
     """
 
     kind: str
@@ -44,7 +44,7 @@ class WeightCodec:
 
     @property
     def centre(self) -> int:
-        """What an integer code, read as an unsigned number, counts from without zero points."""
+        """The unsigned number that an integer code of value 0 is stored as, without zero points."""
         return 128 if self.kind == "signed" else self.bias
 
     @property
@@ -55,7 +55,7 @@ class WeightCodec:
 
 @functools.cache
 def weight_codec(fmt: Format) -> WeightCodec:
-    """The description of a weight format."""
+    """The codec of a weight format."""
     code, scale = fmt.code, fmt.scale
     assert scale is not None
     values = code.values or ()

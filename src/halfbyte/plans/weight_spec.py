@@ -1,4 +1,4 @@
-"""How the tuned linear kernels read a weight: what its words take in a ring, and how codes become operands of tensor cores."""
+"""How the tuned linear kernels read a weight: the space of its words in a ring, and how codes become operands of tensor cores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from halfbyte.formats import Format
 from halfbyte.plans.codebooks import pattern, unit_of_codebook
 from halfbyte.plans.weight_codec import WeightCodec, weight_codec
 
-#: Shared memory of a codebook: both values of every byte, for each of 32 banks.
+#: Bytes of shared memory of a codebook: both values of every byte, for each of 32 banks.
 CODEBOOK_BYTES = 256 * 32 * 4
 _SCALES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
 
 
 class Ring(Protocol):
-    """What a ring of stored words in shared memory is laid out by."""
+    """What determines the layout of a ring of packed words in shared memory."""
 
     @property
     def k_slices(self) -> int: ...
@@ -45,7 +45,7 @@ class WeightSpec(WeightCodec):
     """How a weight is stored, and its codebook in 16 bits, if its codes are read through one.
 
     codebook       16-bit patterns of `values` over `codebook_unit`
-    codebook_unit  what the codebook's values are multiples of
+    codebook_unit  what values are divided by: see `unit_of_codebook`
     """
 
     codebook: tuple[int, ...]
@@ -57,7 +57,7 @@ class WeightSpec(WeightCodec):
 
     @property
     def groups(self) -> int:
-        """Scales of a row in 128 k."""
+        """Scales of a row per 128 of K."""
         return 128 // self.group if self.group else 0
 
     def groups_per_mma(self, spec: Block) -> int:
@@ -82,20 +82,20 @@ class WeightSpec(WeightCodec):
         return _SCALES[self.scale]
 
     def slot_bytes(self, spec: Ring) -> int:
-        """Shared memory of the codes of one stage."""
+        """Bytes of shared memory of the codes of one stage."""
         return spec.k_slices * spec.tile * self.words(spec) * 2
 
     def codebook_at(self, spec: Ring) -> int:
-        """Where in shared memory the codebook lies, a multiple of its size: behind the stages."""
+        """Byte offset of the codebook in shared memory, a multiple of its size: after the stages."""
         return multiple(spec.stages * self.slot_bytes(spec), CODEBOOK_BYTES)
 
     def slots(self, spec: Ring) -> int:
-        """Slots of the ring: the stages, and what the codebook takes behind them."""
+        """Slots of the ring: the stages, the codebook after them, and empty ones."""
         behind = -(-(self.codebook_at(spec) + CODEBOOK_BYTES) // self.slot_bytes(spec)) if self.codebook else spec.stages
         return behind + spec.pad_slots
 
     def unit(self, dtype: str) -> float:
-        """The value of one code step in the sums of the MMA: from the operands, and for E2M1 in bf16 from those of x as well."""
+        """The scale of sums of the MMA: that of the operands, and for E2M1 in bf16 that of x (`x_factor`) as well."""
         if self.kind == "e2m1":
             return 2.0**-62 if dtype == "bf16" else 2.0**-14
         return 1.0 / self.codebook_unit if self.codebook else 1.0 if dtype == "bf16" else 2.0**-24
@@ -113,13 +113,13 @@ class WeightSpec(WeightCodec):
         return self.kind == "unsigned" and not self.zero and spec.x_rows == 16
 
     def shift(self, dtype: str) -> float:
-        """What operands exceed their codes' values by, zero points left out."""
+        """By how much operands exceed their codes' values, ignoring zero points."""
         extra = {("unsigned", "bf16"): 128, ("signed", "fp16"): 128}.get((self.kind, dtype), 0)
         return (self.bias + extra) * self.unit(dtype)
 
 
 def weight_spec(fmt: Format, dtype: str, e2m1_codebook: bool = False) -> WeightSpec | str:
-    """How a tuned kernel reads a weight of `fmt`; in words, why it cannot. `e2m1_codebook`: E2M1 through a codebook."""
+    """How a tuned kernel reads a weight of `fmt`, or the reason why it cannot. `e2m1_codebook`: E2M1 through a codebook."""
     codec = weight_codec(fmt)
     if codec.group not in (0, 16, 32, 64, 128) or codec.nested:
         return f"{fmt.name} is read by the portable kernel only"
@@ -135,5 +135,5 @@ def weight_spec(fmt: Format, dtype: str, e2m1_codebook: bool = False) -> WeightS
 
 
 def multiple(n: int, of: int) -> int:
-    """The first multiple that is not below n."""
+    """The smallest multiple of `of` that is >= n."""
     return -(-n // of) * of

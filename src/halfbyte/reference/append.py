@@ -3,10 +3,9 @@
 Token i of sequence b (i < counts[b]) goes to position lengths[b] + i. Nothing is written until everything has been checked, so a
 refused append leaves the cache as it was.
 
-Per-channel formats quantize blocks of whole tokens: new tokens first fill the 16-bit tail; each block that becomes complete is
-quantized from the tail's 16-bit values, so the codes do not depend on how the tokens were cut into appends. Tokens that leave the
-window of the recent ones are quantized in the same way, one by one. An error about them is raised when they come, not when they
-leave.
+Per-channel formats quantize blocks of tokens: new tokens first fill the 16-bit tail; each block that becomes complete is
+quantized from its 16-bit values, so codes do not depend on how tokens were split into appends. Tokens that leave the window of
+recent tokens are quantized in the same way, one by one. Errors about them are raised when they are appended, not when they leave.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Write = Callable[[], object]
 
 
 def _scatter(target: torch.Tensor, index: Index, data: torch.Tensor) -> None:
-    """`target[index] = data` with the heads behind the indexed axes: target [.., H, rows, ..] seen as [.., rows, H, ..]."""
+    """`target[index] = data` with heads after the indexed axes: target [.., H, rows, ..] viewed as [.., rows, H, ..]."""
     view = target if target.ndim == 2 else target.transpose(1, 2)
     view[index] = data.to(view.dtype)
 
@@ -70,7 +69,7 @@ def append_(
 def append_slots_(
     k: torch.Tensor, v: torch.Tensor, keys: KVBuffer, values: KVBuffer, slots: torch.Tensor, rotate_keys: bool
 ) -> None:
-    """k [T, H, 1, D], v [T, H, 1, Dv]; token i goes to row slots[i] % N of page slots[i] // N. Negative: it goes nowhere."""
+    """k [T, H, 1, D], v [T, H, 1, Dv]; token i goes to row slots[i] % N of page slots[i] // N. Negative slots are skipped."""
     pages, _, rows, _ = keys.codes.shape
     last = int(slots.max()) if slots.numel() else -1
     check(last < pages * rows, f"slot_mapping names slot {last}; {pages} pages of {rows} tokens have {pages * rows}")
@@ -79,13 +78,13 @@ def append_slots_(
 
 
 def capacity(buffer: KVBuffer, page_table: torch.Tensor | None) -> int:
-    """Tokens one sequence can hold."""
+    """Maximum tokens of a sequence."""
     rows = buffer.codes.shape[2]
     return rows if page_table is None else rows * page_table.shape[1]
 
 
 def check_capacity(lengths: torch.Tensor, new: torch.Tensor, limit: int) -> None:
-    """Raise `CapacityError` when some sequence would outgrow the cache. Reads the device."""
+    """Raise `CapacityError` when a sequence would exceed `limit`. Synchronizes with the device."""
     total = lengths + new
     if total.numel() and int(lengths.min()) < 0:
         raise InvalidArgument(f"lengths holds {int(lengths.min())}; a sequence has at least 0 tokens")
@@ -98,7 +97,7 @@ def check_capacity(lengths: torch.Tensor, new: torch.Tensor, limit: int) -> None
 
 
 def slots(sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor | None, t: torch.Tensor, rows: int) -> Index:
-    """Where a token lives in `t`: (sequence, row) of a contiguous buffer, (page, row) of a paged one with `rows` rows a page."""
+    """Where a token is in `t`: (sequence, row) of a contiguous buffer, (page, row) of a paged one with `rows` rows per page."""
     if page_table is None:
         return sequence, token
     page = page_table[sequence, token // rows].long()
@@ -118,7 +117,7 @@ def _tokens(
     name: str,
     measured: torch.Tensor | None = None,
 ) -> list[Write]:
-    """Formats that quantize every token for itself. `measured`: what a scale of the whole tensor is measured on; None: x."""
+    """Formats that quantize tokens independently. `measured`: what a per-tensor scale is calibrated on; None: x."""
     sequence, i = fresh.nonzero(as_tuple=True)
     index = slots(sequence, lengths.long()[sequence] + i, page_table, buffer.codes, buffer.codes.shape[2])
 
@@ -144,10 +143,10 @@ def _tokens(
 def _fixed_scale(
     buffer: KVBuffer, x: torch.Tensor, index: Index, picked: Callable[[torch.Tensor], torch.Tensor], measured: torch.Tensor
 ) -> list[Write]:
-    """A per-tensor scale of 0 means: not known yet. The first append sets it; what later exceeds it saturates and is counted."""
+    """A per-tensor scale of 0 is not calibrated yet. The first append sets it; later values beyond it saturate and are counted."""
     assert buffer.scales is not None
     found, _ = measure(measured, buffer.format)
-    known = torch.where(buffer.scales == 0, found * (measured.abs().amax() > 0), buffer.scales)  # zeros say nothing about a scale
+    known = torch.where(buffer.scales == 0, found * (measured.abs().amax() > 0), buffer.scales)  # zeros do not calibrate it
     check_range(known, None, buffer.format)
     scale = known.clamp_min(MIN_SCALE)
     beyond = ((x / scale.float()).round().abs() > buffer.format.code.reach).sum()

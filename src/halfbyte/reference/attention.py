@@ -2,7 +2,7 @@
 
 For query i at position p_i and key j, in float64:
 
-    s_ij = softcap(sm_scale * q_i . k_j) + slope_h * (j - p_i)       for starts <= j < length and p_i - window < j <= p_i
+    s_ij = softcap(sm_scale * q_i . k_j) + slope_h * (j - p_i)       for starts <= j < min(length, ends), p_i - window < j <= p_i
     out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink_h))    lse_i = log sum_j exp(s_ij)
 
 A query that sees no key gets out = 0 and lse = -inf.
@@ -30,8 +30,8 @@ def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
 def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     """q [1, Hq, L, D] are consecutive queries of one sequence, from position `start` on.
 
-    out [1, Hq, L, Dv] in q's dtype, lse float32 [1, Hq, L]. A query's sums have the keys that it sees and no other, whatever the
-    chunk.
+    out [1, Hq, L, Dv] in q's dtype, lse float32 [1, Hq, L]. Each query is computed over the keys that it sees alone, so its bits
+    do not depend on the chunk.
     """
     q, lengths, options = c.q, c.lengths, c.options
     limit, starts = options.limit(lengths), 0 if options.starts is None else int(options.starts)
@@ -60,7 +60,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula above over plain tensors q [B, Hq, L, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], in their own dtype.
 
-    The query heads of a KV head share its keys and values, which are not copied for each.
+    Query heads that share a KV head read its keys and values without a copy.
     """
     batch, kv_heads, count, _ = k.shape
     shared = q.shape[1] // kv_heads * q.shape[2]  # queries of a KV head: (Hq / Hkv) * L
@@ -100,7 +100,7 @@ def oldest_visible(query_start: torch.Tensor, options: AttentionOptions) -> torc
 
 
 def stored_tokens(tokens: torch.Tensor, limit: torch.Tensor, oldest: torch.Tensor) -> torch.Tensor:
-    """Whether tokens [1, 1, n, 1] lie between a sequence's oldest visible one and the limit: bool [B, 1, n, 1]."""
+    """Whether tokens [1, 1, n, 1] lie from a sequence's oldest visible one to the limit: bool [B, 1, n, 1]."""
     return (tokens >= oldest.view(-1, 1, 1, 1)) & (tokens < limit.view(-1, 1, 1, 1))
 
 
@@ -111,7 +111,7 @@ def read(
     oldest: torch.Tensor | None = None,
     limit: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of a buffer as float64 [B, H, T, D]; 0 for what lies before `oldest`, or from `limit` (else the length) on."""
+    """The dequantized tokens of a buffer, float64 [B, H, T, D]; 0 before `oldest` and from `limit` (default: the length) on."""
     codes, scales, offsets = (None if t is None else _unpage(t, page_table) for t in buffer.tensors()[:3])
     assert codes is not None
     batch, heads, capacity, _ = codes.shape
@@ -131,7 +131,7 @@ def read(
 def _unpage(t: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
     """[P, H, rows, ...] -> [B, H, pages * rows, ...] ([P, rows] -> [B, pages * rows] for scales of whole tokens).
 
-    A page number out of range reads some page; whether its rows count is for the lengths to say.
+    Page numbers out of range are clamped; the caller masks rows beyond the lengths.
     """
     if page_table is None or t.ndim == 1:
         return t

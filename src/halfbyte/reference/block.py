@@ -1,4 +1,4 @@
-"""What surrounds the projections of a decoder block, rounded as modules of transformers round it."""
+"""Norms, residual sums and gated activations of a decoder block, rounded as in transformers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-#: Gated activations, by what the gate goes through.
+#: Functions of the gate in gated activations.
 ACTIVATIONS = ("silu", "gelu_tanh")
-#: Where a family's RMSNorm rounds to 16 bits, and what multiplies: see `Norm.kind`.
+#: How a family's RMSNorm rounds to 16 bits and applies its weight: see `Norm`.
 KINDS = ("rounded", "exact", "offset")
 
 
@@ -17,7 +17,7 @@ class Norm(NamedTuple):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32.
 
     weight  [N]
-    kind    "rounded": x / sqrt(...) is rounded to the type of x, and again once weight has multiplied it (Llama);
+    kind    "rounded": rounded to the dtype of x before and after the multiplication by weight (Llama);
             "exact": rounded once, at the end (OLMo 2); "offset": the same with 1 + weight (Gemma)
     """
 
@@ -27,7 +27,7 @@ class Norm(NamedTuple):
 
 
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """x [..., N] normalized, in its own type."""
+    """x [..., N] normalized, in its own dtype."""
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     if norm.kind == "rounded":
@@ -39,7 +39,7 @@ def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, after: Norm | None, multiplier: float, before: Norm | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """hidden = residual + multiplier * after(x), and before(hidden); a norm that is None leaves its input, or makes nothing."""
+    """hidden = residual + multiplier * after(x), and before(hidden). `after` None: x itself; `before` None: no second result."""
     x = x if after is None else rms_norm(x, after)
     hidden = residual + (x if multiplier == 1 else x * multiplier)
     return hidden, None if before is None else rms_norm(hidden, before)

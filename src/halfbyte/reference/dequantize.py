@@ -1,4 +1,4 @@
-"""Dequantize: the values of stored codes, whatever their scales are stored as. The way back of `halfbyte.reference.quantize`."""
+"""Dequantize: the values of stored codes, for every scale dtype. The counterpart of `halfbyte.reference.quantize`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def values_of(q: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
-    """`halfbyte.dequantize` of what is a QuantTensor."""
+    """`halfbyte.dequantize` without its check of `q`."""
     check(
         isinstance(dtype, torch.dtype) and dtype in _FLOATS,
         f"dtype={dtype!r}; expected torch.float16, bfloat16, float32 or float64",
@@ -31,12 +31,12 @@ def values_of(q: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_order(values: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-    """Stored columns [..., N, K], of which column j is column perm[..., j], where they belong."""
+    """Undo act-order: stored column j of [..., N, K] becomes column perm[..., j]."""
     return torch.empty_like(values).scatter_(-1, perm.long().unsqueeze(-2).expand_as(values), values)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, shape: Shape) -> torch.Tensor:
-    """Values of stored codes under scales that are already plain numbers; computed in the dtype of `scales`."""
+    """Values of stored codes with decoded scales; computed in the dtype of `scales`."""
     scale = over_elements(scales, fmt, shape)
     unit = decode_unit(codes, fmt.code).to(scales.dtype)
     if fmt.offset == "none" or offsets is None:
@@ -57,7 +57,7 @@ def decode_unit(codes: torch.Tensor, code: Code) -> torch.Tensor:
 
 
 def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tensor:
-    """Scales (or offsets) spread so that they broadcast against a tensor of shape `shape`."""
+    """Scales (or offsets) repeated to broadcast against a tensor of shape `shape`."""
     assert fmt.scale is not None
     match fmt.scale.granularity:
         case "tensor":
@@ -78,7 +78,7 @@ def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tens
 
 
 def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The scales of a QuantTensor as plain numbers in `dtype`, whatever they are stored as; its second level included."""
+    """The scales of a QuantTensor, decoded to `dtype`, second-level scales included."""
     assert q.scales is not None
     if q.nested is not None:
         return _unnested(q.scales, 0, q.nested, q.format, dtype)
@@ -95,7 +95,7 @@ def expert_scales(q: QuantTensor, expert: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _unnested(stored: torch.Tensor, first: int, nested: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """8-bit scales as plain numbers, of which `first` is the number of the first one among those of the whole tensor."""
+    """Double-quantized scales, decoded to `dtype`; `first` is the index of the first one in the whole tensor."""
     assert fmt.scale is not None and fmt.scale.nested is not None
     block = torch.arange(first, first + stored.numel(), device=stored.device).div_(fmt.scale.nested, rounding_mode="floor")
     absmax, mean = nested[:-1].to(dtype)[block].view(stored.shape), nested[-1].to(dtype)
@@ -105,7 +105,7 @@ def _unnested(stored: torch.Tensor, first: int, nested: torch.Tensor, fmt: Forma
 def plain_scales(
     stored: torch.Tensor, fmt: Format, tensor_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Stored scales that are not nested as plain numbers in `dtype`."""
+    """Scales that are not nested, decoded to `dtype`, times `tensor_scale`."""
     if stored.is_floating_point():
         return stored.to(dtype)
     if fmt.scale is not None and fmt.scale.dtype == "e8m0":

@@ -1,4 +1,4 @@
-"""A mixture of experts' projections on quantized weights: the specification of `experts_linear`."""
+"""Projections of a mixture of experts (MoE) on quantized weights: the specification of `experts_linear`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ExpertsCall(NamedTuple):
 
 
 def experts_linear(call: ExpertsCall, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """x times the weight of expert ids[t, i], computed in `dtype` and returned in x's; an id out of range gives zeros."""
+    """x times the weight of expert ids[t, i], computed in `dtype`, returned in x's dtype; an id out of range gives zeros."""
     x, weight, ids, _, bias, _ = call
     rows = x.to(dtype) if x.ndim == 3 else x.to(dtype).unsqueeze(1).expand(-1, ids.shape[1], -1)
     y = rows.new_zeros(*ids.shape, weight.shape[1])
@@ -66,7 +66,7 @@ def experts_linear(call: ExpertsCall, dtype: torch.dtype = torch.float64) -> tor
 
 
 def hit(call: ExpertsCall) -> list[int]:
-    """The experts that ids name, ascending."""
+    """The experts in `ids`, ascending."""
     return [expert for expert in call.ids.unique().tolist() if 0 <= expert < call.weight.shape[0]]
 
 
@@ -79,7 +79,7 @@ def expert_values(weight: QuantTensor, expert: int, dtype: torch.dtype) -> torch
 
 
 def combined(y: torch.Tensor, call: ExpertsCall) -> torch.Tensor:
-    """The activation of y [T, top_k, N], then the sum that gates weigh, in the order of ids."""
+    """The activation of y [T, top_k, N], then the sum weighted by gates, in the order of ids."""
     y = y if call.activation is None else call.activation(y)
     if call.gates is None:
         return y

@@ -1,4 +1,4 @@
-"""The greedy choice of tokens, in torch: the most likely one of each sequence, and what a batch holds then."""
+"""Greedy decoding, in torch: choose the most likely token of each sequence and append it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 class Held(NamedTuple):
     """The tokens of a batch.
 
-    ids [B, columns]      `lengths` of each sequence, padding behind them
+    ids [B, columns]      `lengths` tokens of each sequence, then padding
     last [B, 1]           the newest of them
     lengths int64 [B, 1]
-    unfinished bool [B]   sequences that want more
+    unfinished bool [B]   sequences that have not ended
     """
 
     ids: torch.Tensor
@@ -26,8 +26,8 @@ class Ends(NamedTuple):
     """How sequences end.
 
     tokens int64 [E]   each of them ends a sequence
-    padding int64 []   what a finished sequence is given
-    refused            none of `tokens` is chosen, as before a least length
+    padding int64 []   the token that finished sequences get
+    refused            none of `tokens` may be chosen, as before a minimum length
     """
 
     tokens: torch.Tensor

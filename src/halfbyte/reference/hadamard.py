@@ -1,6 +1,6 @@
 """Hadamard rotation: spreads outliers of a head over its dims, and leaves q . k unchanged when both sides are rotated.
 
-The matrix is block-diagonal: normalised Sylvester-Hadamard blocks of the largest power of two that divides D (at least 16). It is
+The matrix is block-diagonal: normalized Sylvester-Hadamard blocks of the largest power of two that divides D (at least 16). It is
 symmetric and its own inverse.
 """
 
@@ -13,7 +13,7 @@ from halfbyte.formats import Format
 
 
 def block_size(dim: int) -> int:
-    """The largest power of two that divides `dim`. Raises below 16, where rotation does too little to be worth it."""
+    """The largest power of two that divides `dim`. Raises below 16, where rotation gains too little."""
     size = dim & -dim
     if size < 16:
         raise InvalidArgument(f"head_dim={dim} has {size} as its largest power-of-two factor; rotation needs at least 16")
@@ -21,14 +21,14 @@ def block_size(dim: int) -> int:
 
 
 def rotated(rotate_keys: bool | None, keys: Format, head_dim: int) -> bool:
-    """Whether keys are to be rotated. None: where the format gains by it and heads are wide enough."""
+    """Whether keys are to be rotated. None: if the format gains by it and 16 divides `head_dim`."""
     if rotate_keys is None:
         return keys.gains_by_rotation and head_dim % 16 == 0
     return check_rotation(rotate_keys, head_dim)
 
 
 def check_rotation(rotate: bool, head_dim: int, name: str = "rotate_keys") -> bool:
-    """The option `name`. Raises unless it is a bool, and where heads that are to be rotated are too narrow."""
+    """The option `name`. Raises unless it is a bool, and if it is True and 16 does not divide `head_dim`."""
     check(isinstance(rotate, bool), f"{name}={rotate!r}; expected True or False")
     if rotate:
         block_size(head_dim)
@@ -38,7 +38,7 @@ def check_rotation(rotate: bool, head_dim: int, name: str = "rotate_keys") -> bo
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate the last axis of `x`, [..., D] in fp32 or float64; same shape and dtype. Applying it twice gives `x` back.
 
-    By butterflies and not by a matrix product, whose last bits would depend on how many rows are rotated at once.
+    With butterflies and not with a GEMM, whose last bits would depend on the number of rows.
     """
     size, step = block_size(x.shape[-1]), 1
     while step < size:

@@ -13,7 +13,7 @@ import torch
 def merge_states(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """outs [B, Hq, L, Dv] and lses [B, Hq, L], one of each a part; parts that saw no key (lse = -inf) count for nothing."""
+    """outs [B, Hq, L, Dv] and lses [B, Hq, L], one per part; parts without visible keys (lse = -inf) contribute nothing."""
     lse = torch.logsumexp(torch.stack([part.float() for part in lses]), 0)
     finite = lse.masked_fill(lse == -torch.inf, 0)
     out = torch.zeros_like(outs[0], dtype=torch.promote_types(outs[0].dtype, torch.float32))

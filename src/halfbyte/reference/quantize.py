@@ -1,17 +1,17 @@
-"""Quantize: the specification of every format. `halfbyte.reference.dequantize` is the way back.
+"""Quantize: the specification of every format. `halfbyte.reference.dequantize` is its counterpart.
 
     symmetric       s = max|x| / reach           q = round(x / s)            x ~ s * q
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
     float offset    s = c (max - min) / reach    q = round((x - m) / s)      x ~ s * q + m,    m = min + (1 - c) / 2 (max - min)
 
-c is the clip of a format, 1 or less. The clipped range of a weight is r * max|x|, or r * min to r * max. Values beyond a range
-saturate and the others are stored more finely.
+c is the clip of a format, 1 or less. With an integer zero, the range includes 0. The clipped range of a weight is r * max|x|, or
+r * min to r * max. Values outside saturate; the others get finer steps.
 
-Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and
-IEEE division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
-quantization follow their specifications, cited at each function.
+Arithmetic is fp32. Scales and offsets are rounded to their storage type first; codes are computed from the stored values with
+IEEE division, ties to even (NF4 and FP4: to the lower value), and clamped to the code's range. MXFP4, NVFP4 and double
+quantization follow their specifications.
 
-What must not be quantized: NaN and infinity. `quantize` raises on them, and on blocks whose scale or offset leaves fp16.
+`quantize` raises on NaN and infinity, and on blocks whose scale or offset exceeds fp16.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from halfbyte.transforms import refuse_transforms
 
 F16_MAX = 65504.0
 
-#: Shares of the range that the search of a weight's clip tries besides 1. Above 1 the largest value gets a smaller code than the
-#: largest, and the others may lie closer to theirs. 1/2 and 2 are the neighboring exponents of MX.
+#: Fractions of the range that the clip search of a weight tries besides 1. Above 1, the range exceeds the largest value, and the
+#: others may lie closer to their codes. 1/2 and 2 are the neighboring exponents of MX.
 RATIOS = (*(i / 20 for i in range(10, 31) if i != 20), 2.0)
-#: Most elements of a weight that are searched at once: what is in memory besides the weight is a few times as much.
+#: Most elements of a weight that are searched at once; temporary memory is a few times that.
 SEARCHED = 1 << 22
 
 
@@ -44,11 +44,11 @@ def quantize(
     """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, weights [N, K] or [E, N, K] with a weight format.
 
     scale   a number that fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate
-    clip    "search": each scale of a weight covers the share of its range (`RATIOS`) with the least squared error; no data is
-            needed. None: the whole range
+    clip    "search": each scale of a weight covers the fraction of its range (`RATIOS`) with the least squared error; no
+            calibration data. None: the whole range
 
-    What is stored has no gradient, whether x requires one or not. Raises `InvalidArgument` for NaN or infinity in `x`, for a shape
-    the format does not divide, and for a scale beyond fp16.
+    The result has no gradient, even if x requires one. Raises `InvalidArgument` for NaN or infinity in `x`, for a shape the format
+    does not divide, and for a scale beyond fp16.
     """
     fmt = any_format(fmt)
     check_tensor("x", x, [*map(str, range(x.ndim))] if isinstance(x, torch.Tensor) else ["..."])
@@ -81,14 +81,14 @@ def quantize(
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of a QuantTensor, [*q.shape] in `dtype`: computed in fp32 (float64 on request), then rounded once.
 
-    The columns of a weight in act-order come in their own order, not in the stored one.
+    The columns of a weight in act-order are returned in their original order.
     """
     check(isinstance(q, QuantTensor), f"q is a {type(q).__name__}; expected a QuantTensor")
     return values_of(q, dtype)
 
 
 def any_format(fmt: str | Format) -> Format:
-    """A `Format` as it is; a name is looked up among the weight formats (KV formats share some of the names)."""
+    """A `Format` is returned as it is; a name is looked up among the weight formats (KV formats share some names)."""
     if isinstance(fmt, Format):
         return fmt
     if isinstance(fmt, str) and fmt in KV_FORMATS and fmt not in WEIGHT_FORMATS:
@@ -101,7 +101,7 @@ def any_format(fmt: str | Format) -> Format:
 
 
 def fixed_scale(scale: float | torch.Tensor, fmt: Format, device: torch.device | str, name: str = "scale") -> torch.Tensor:
-    """A scale given from outside, fp16 [1]. Only per-tensor formats take one."""
+    """The caller's scale, fp16 [1]. Only per-tensor formats take one."""
     check(
         fmt.granularity == "tensor", f"{name} was given, but {fmt.name} does not have one scale for the whole tensor; leave it out"
     )
@@ -119,7 +119,7 @@ def check_clip(clip: str | None, fmt: Format) -> None:
 
 
 def check_finite(x: torch.Tensor, name: str) -> None:
-    """Raise when `x` holds NaN or infinity: no format here can store them, and a silent code would be a wrong number."""
+    """Raise when `x` holds NaN or infinity, which no quantized format can store."""
     if x.numel() and not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())
         raise InvalidArgument(
@@ -159,14 +159,14 @@ def in_blocks(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, tuple[int, ..
 def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and offsets of float32 `x`, in their storage types (infinite where fp16 cannot hold them).
 
-    `ratio` of the range of a weight is stored, one number or one for each scale; None: all of it.
+    `ratio`: the fraction of a weight's range that codes cover, one number or one per scale; None: all of it.
     """
     blocks, axes = in_blocks(x, fmt)
     stored = torch.float16 if fmt.scale is not None and fmt.scale.dtype == "f16" else torch.float32
     if x.numel() == 0:
         scales = torch.full(fmt.scale_shape(tuple(x.shape)), MIN_SCALE, dtype=stored, device=x.device)
         return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
-    reach = torch.full((), fmt.code.reach, device=x.device)  # a Python number would be divided by as its reciprocal on a GPU
+    reach = torch.full((), fmt.code.reach, device=x.device)  # a GPU would multiply by the reciprocal of a Python number
     keep = fmt.granularity == "out_channel"
     if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
@@ -184,12 +184,12 @@ def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = N
 
 
 def encode(x: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format) -> torch.Tensor:
-    """Stored codes of float32 `x` under stored scales and offsets."""
+    """Stored codes of float32 `x` with stored scales and offsets."""
     shape = tuple(x.shape)
     scale = over_elements(scales.float(), fmt, shape)
     if fmt.offset == "float" and offsets is not None:
         offset = over_elements(offsets.float(), fmt, shape)
-        # A constant block's one value is the offset, whatever rounding to fp16 did to it.
+        # The value of a constant block is its offset, even if fp16 rounded that.
         constant = over_elements(_is_constant(x, fmt), fmt, shape)
         return encode_unit(((x - offset) / scale).masked_fill(constant, 0), fmt.code)
     if fmt.offset == "int" and offsets is not None:
@@ -229,7 +229,7 @@ def _nearest(unit: torch.Tensor, code: Code) -> torch.Tensor:
 
 @functools.cache
 def _sorted_table(code: Code) -> tuple[list[int], list[float], bool]:
-    """(codes in the order of their values, the largest number that goes to each but the last, whether it is a magnitude)."""
+    """(codes ordered by value, the largest number that each but the last encodes, whether values are magnitudes)."""
     assert code.values is not None
     signed = code.values[8] == 0  # sign-magnitude: search magnitudes, add the sign bit
     ascending, order = torch.tensor(code.values[:8] if signed else code.values, dtype=torch.float32).sort()
@@ -245,7 +245,7 @@ def _sorted_table(code: Code) -> tuple[list[int], list[float], bool]:
 def _measure_stored(
     x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None, top: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`measure`, of the formats with block scales of their own kind too: their scales are bytes."""
+    """`measure`, also for MXFP4 and NVFP4, whose scales are bytes."""
     assert fmt.scale is not None
     if fmt.scale.dtype == "e8m0":
         return _mx_scales(x, fmt, ratio), None
@@ -253,14 +253,14 @@ def _measure_stored(
 
 
 def _mx_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None) -> torch.Tensor:
-    """MX: the shared scale is 2^(exponent of the block's largest magnitude - the element's own largest exponent, 2)."""
+    """MX: the shared scale is 2^(exponent of the block's largest magnitude - 2); 2 is the largest exponent of E2M1."""
     blocks, axes = in_blocks(x, fmt)
     exponent = _clipped(blocks.abs().amax(axes), ratio).view(torch.int32) >> 23  # the biased exponent field, never a logarithm
     return (exponent - 2).clamp(0, 254).to(torch.uint8)
 
 
 def _tensor_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """NVFP4: g = amax / (6 * 448) for the tensor, float32 [1]; of a stack [E, N, K] that of each matrix on each of its rows."""
+    """NVFP4: g = amax / (6 * 448) of the tensor, float32 [1]; of a stack [E, N, K]: that of each matrix, for all its rows."""
     shape = fmt.tensor_scale_shape(tuple(x.shape))
     matrices = x.unsqueeze(0) if x.ndim < 3 else x
     top = matrices.abs().amax(tuple(range(1, matrices.ndim))) if x.numel() else x.new_zeros(len(matrices))
@@ -281,7 +281,7 @@ def _nvfp4_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | No
 def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
     """Double quantization (QLoRA): the mean is subtracted from the scales, the rest stored in 8 bits in blocks of `nested`.
 
-    The codes were made with the scales as they are; that the stored scales differ a little is the format's own error.
+    Codes are computed with the exact scales; rounding of the stored ones is the format's own error.
     """
     assert fmt.scale is not None and fmt.scale.nested is not None
     mean = scales.double().mean().float()
@@ -302,7 +302,7 @@ def _clipped(end: torch.Tensor, ratio: float | torch.Tensor | None) -> torch.Ten
 
 
 def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
-    """The ratio of each scale of a weight with the least squared error, in the shape of the scales; 1 wins ties."""
+    """For each scale of a weight, the ratio with the least squared error, in the shape of the scales; 1 wins ties."""
     shape, rows = fmt.scale_shape(tuple(x.shape)), max(1, SEARCHED // max(1, x.shape[-1]))
     flat = x.flatten(0, -2)
     tops = [top] if top is None or top.numel() == 1 else top.flatten().split(rows)
@@ -315,7 +315,7 @@ def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Ten
     least = _squared_error(x, fmt, None, top)
     for ratio in RATIOS:
         error = _squared_error(x, fmt, ratio, top)
-        best = best.masked_fill(error < least, ratio)  # an error that is NaN, of a scale beyond fp16, is not
+        best = best.masked_fill(error < least, ratio)  # false for NaN, the error of a scale beyond fp16
         least = least.fmin(error)
     return best
 

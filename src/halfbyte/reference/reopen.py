@@ -1,4 +1,4 @@
-"""Cropping a cache with a 16-bit tail: tokens that belong into it again come back, dequantized."""
+"""Cropping a cache with a 16-bit tail: tokens that belong to it again are dequantized."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfbyte.reference.dequantize import decode
 
 
 def reopen(buffer: KVBuffer, before: torch.Tensor, kept: torch.Tensor, page_table: torch.Tensor | None) -> None:
-    """Sequences of `before` tokens are cut to `kept`, [B] each: dequantize what belongs into their tails again into these."""
+    """Sequences are cropped from `before` to `kept` tokens, [B] each: dequantize those that belong to tails again into them."""
     if buffer.tail is None:
         return
     token = buffer.tail_tokens(kept)  # [B, rows]
@@ -22,12 +22,12 @@ def reopen(buffer: KVBuffer, before: torch.Tensor, kept: torch.Tensor, page_tabl
 
 
 def _values(buffer: KVBuffer, sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
-    """The values of n tokens that are codes: float32 [n, H, D]."""
+    """The dequantized values of n tokens: float32 [n, H, D]."""
     assert buffer.scales is not None
     block = buffer.format.token_block or 1
 
     def picked(t: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Rows [n, (H,) 1, ...] of codes, scales or offsets; what is of a whole tensor as it is."""
+        """Rows [n, (H,) 1, ...] of codes, scales or offsets; per-tensor scales as they are."""
         if t.ndim == 1:
             return t
         axis = 1 if t.ndim == 2 else 2
