@@ -231,7 +231,7 @@ class Cache(Protocol):
 
 
 class PagedView(NamedTuple):
-    """A `Cache` over an engine's pages, made anew for each batch: lengths int32 [B], page_table int32 [B, pages]."""
+    """A `Cache` over an engine's pages, created for each batch: lengths int32 [B], page_table int32 [B, pages]."""
 
     keys: KVBuffer
     values: KVBuffer

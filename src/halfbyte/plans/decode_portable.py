@@ -30,7 +30,7 @@ class TritonTiles:
     pdl: bool = False
 
     def describe(self, p: DecodeProblem) -> dict[str, str]:
-        """The tiles in words, for their problem."""
+        """The launch in words, as `halfbyte explain` prints it."""
         share = f"{self.chunk} tokens each, whatever the batch" if self.chunk else "equal shares of a sequence's true length"
         return {
             "kernel": "triton (portable)",

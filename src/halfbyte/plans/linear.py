@@ -42,8 +42,8 @@ def gluon_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
 
 
 def planned(spec: LinearSpec, programs: int, tiles: int, steps: int, per_sm: int) -> LinearPlan:
-    """The plan of so many programs. The owner of a split tile reduces if partial results are few and small, as measured: it reads
-    them one by one."""
+    """The plan of `programs` programs. The owner of a split tile reduces if partial results are few and small, as measured: it
+    reads them one by one."""
     split = tiles % programs
     owner_reduces = split > 0 and spec.x_rows <= 8 and programs <= 2 * tiles
     return LinearPlan(replace(spec, owner_reduces=owner_reduces), programs, tiles, steps, split, per_sm)
@@ -122,7 +122,7 @@ def _shape(weight: WeightSpec, p: LinearProblem, slots: int) -> LinearSpec:
     wide = weight.kind == "signed"
     tiles = p.tiles(32)
     x_rows = next((n for n in (1, 2, 4, 8) if p.rows <= n), 16)
-    fine = 0 < weight.group < 64 or bool(weight.codebook)  # what they need besides the MMA fills the registers
+    fine = 0 < weight.group < 64 or bool(weight.codebook)  # their work besides the MMA fills the registers
     if p.rows > 8:
         tile, k_slices, warps_m = (64 if tiles <= slots or fine else 128), 2, 2
     else:
@@ -183,7 +183,7 @@ def _scale_slots(stages: int) -> tuple[int, ...]:
 
 
 def fewest_programs(tiles: int, steps: int, num_sms: int, per_sm: int) -> int:
-    """How many programs share tiles of so many steps, `per_sm` at once on each SM.
+    """How many programs share `tiles` tiles of `steps` steps, `per_sm` at once on each SM.
 
     Data-parallel if the tiles fill the GPU: partial results cost more than some idle SMs. Few tiles are split into equal parts.
     Otherwise the fewest programs of equal steps; with more than 3 steps for each slot, stream-K over all slots.

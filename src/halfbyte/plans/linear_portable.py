@@ -126,7 +126,7 @@ def _large_m(p: LinearProblem, gpu: GPU) -> LinearTiles:
 
 
 def describe_slabs(p: LinearProblem) -> dict[str, str]:
-    """A GEMM by dequantized slabs of the weights in words, as `halfbyte explain` prints them."""
+    """A GEMM by dequantized slabs of the weights in words, as `halfbyte explain` prints it."""
     step = slab_rows(p.width)
     slabs = p.tiles(step)
     buffer = 2 * min(step, max(p.features)) * p.width

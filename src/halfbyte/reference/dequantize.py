@@ -74,7 +74,7 @@ def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tens
             return scales.repeat_interleave(fmt.token_block or 1, dim=-2)
 
 
-# -------------------------------------------------------------------------------- block scales that are not plain numbers
+# -------------------------------------------------------------------------------------------------- encoded block scales
 
 
 def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -239,7 +239,7 @@ def _sorted_table(code: Code) -> tuple[list[int], list[float], bool]:
     return order.tolist(), bounds.tolist(), signed
 
 
-# ---------------------------------------------------------------------------- formats with block scales of their own kind
+# ---------------------------------------------------------------------------------- MXFP4, NVFP4 and double quantization
 
 
 def _measure_stored(
@@ -294,7 +294,7 @@ def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
     return QuantTensor(fmt, tuple(x.shape), codes, stored, nested=torch.cat([absmax, mean.reshape(1)]))
 
 
-# ------------------------------------------------------------------------------------------------- the search of the clip
+# -------------------------------------------------------------------------------------------------------- the clip search
 
 
 def _clipped(end: torch.Tensor, ratio: float | torch.Tensor | None) -> torch.Tensor:
