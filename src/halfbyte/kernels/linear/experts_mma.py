@@ -32,7 +32,17 @@ from halfbyte.kernels.linear.mma import keep_partial, sum_partials, tile_sums
 from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear.ring import Weights
-from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
+from halfbyte.kernels.linear.sync import (
+    after,
+    await_free,
+    await_scales,
+    check_addresses,
+    commit,
+    make_barriers,
+    meet,
+    prefetch,
+    slot_of,
+)
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.plans.experts_mma import ExpertsPlan
 from halfbyte.reference.experts import ExpertsCall
@@ -81,6 +91,9 @@ def _weight_at(tile, step, tiles, weights, K, S: gl.constexpr, C: gl.constexpr):
     expert, n0, first, count = block_at(tile, tiles, weights, C)
     zeros = weights.codes[0] if weights.zeros[0] is None else weights.zeros[0]
     row = expert.to(gl.int64) * N + n0
+    if weights.biases[0] is not None:  # into L2, ahead of the tile's end
+        i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [C.warps], [0]))
+        prefetch(weights.biases[0] + gl.where(tiles > 0, row + gl.minimum(i % gl.constexpr(C.tile // 8) * 8, N - 1 - n0), 0))
     codes, scales, zeros = rows_at(weights.codes[0], weights.scales[0], zeros, row, step, K, S, C)
     return (codes, scales, zeros, N - n0), (first, count)
 
@@ -219,6 +232,8 @@ def experts(
         fetch_rows(i, ahead_step, i < end, X, block, K, C)
         commit()
         ahead, ahead_tile, ahead_step, at, block = _next(ahead, ahead_tile, ahead_step, at, block, work, weights, K, S, C)
+    if (shared > 0) & ((begin > 0) | (shared < steps)):  # a split tile's, into L2
+        prefetch(Semaphores + (tile + 0 * gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [C.warps], [0]))))
     acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
     slot = 0
     turn = 0

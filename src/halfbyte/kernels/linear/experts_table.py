@@ -27,6 +27,12 @@ def _key_layout(C):
 
 
 @gluon.constexpr_function
+def _pair_layout(C):
+    """Pairs, each of one thread; of few there are threads without."""
+    return gl.BlockedLayout([max(1, C.pairs // (32 * C.warps))], [32], [C.warps], [0])
+
+
+@gluon.constexpr_function
 def _put_asm(at):
     start = "{ .reg .b32 a; .reg .pred q; mov.u32 a, global_smem; add.u32 a, a, $1; setp.ne.u32 q, $3, 0;"
     return f"{start} @q st.shared.b32 [a+{at}], $2; }} // $0"
@@ -69,13 +75,15 @@ def _largest(a, b):
 @gluon.jit
 def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     """Write the table; returns how many blocks there are, and how many pairs have an expert."""
+    # An id is loaded by one warp: all programs read the same lines at the same time, and each request waits for those before it.
+    p = gl.arange(0, gl.constexpr(max(C.pairs, 32 * C.warps)), layout=_pair_layout(C))
+    expert = gl.load(ids + p, mask=p < S, other=-1)
+    good = (expert >= 0) & (expert < E)
+    _put(C.blocks_at, p, gl.where(p < S, gl.where(good, expert, E).to(gl.int32) << 10 | p, 0x7FFFFFFF), p < C.pairs)
+    barrier()  # keys lie where blocks lie later
     layout: gl.constexpr = _key_layout(C)
     s = gl.arange(0, C.pairs, layout=gl.SliceLayout(1, layout))
-    expert = gl.load(ids + s, mask=s < S, other=-1)
-    good = (expert >= 0) & (expert < E)
-    key = gl.where(s < S, gl.where(good, expert, E).to(gl.int32) << 10 | s, 0x7FFFFFFF)
-    _put(C.blocks_at, s, key, s >= 0)  # where blocks lie later
-    barrier()
+    key = entry(C.blocks_at, s)
     place = s * 0
     for i in range((S + 31) // 32):
         other = pool.index(gl.constexpr(C.blocks_at // 128) + i).load(gl.SliceLayout(0, layout))[None, :]
@@ -90,8 +98,7 @@ def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
 @gluon.jit
 def _blocks(S, E, C: gl.constexpr):
     """Cut the sorted pairs into blocks; returns how many there are, and how many pairs have an expert."""
-    flat: gl.constexpr = gl.BlockedLayout([max(1, C.pairs // (32 * C.warps))], [32], [C.warps], [0])
-    p = gl.arange(0, C.pairs, layout=flat)
+    p = gl.arange(0, C.pairs, layout=_pair_layout(C))
     there = gl.where(p < S, p, 0)
     expert = entry(C.order_at, there) >> 10
     good = (p < S) & (expert < E)
