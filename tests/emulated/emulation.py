@@ -30,6 +30,8 @@ ORDERS = (Order(together=True, early=False), Order(together=False, early=True))
 
 #: Storages that a launch of the last call read or wrote before it waited for the kernel before.
 EARLY: set[int] = set()
+#: The same of each of its launches.
+EARLY_OF: list[set[int]] = []
 
 
 class Refused(Exception):
@@ -42,7 +44,8 @@ def machine(order: Order, backwards: bool = False, change: Callable[[str], str] 
     with emulated(order, backwards, change) as early, poisoned():
         EARLY.clear()
         yield
-        EARLY.update(early)
+        EARLY_OF[:] = early
+        EARLY.update(*early)
 
 
 def attend(
@@ -98,8 +101,8 @@ def multiply(
         return _linear_on_gpu.run(LinearCall(x, weights, biases, "gluon"), compiled=True)
 
 
-def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False) -> torch.Tensor:
-    """A projection of a mixture of experts by the tuned kernel."""
+def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False, ids_early: bool = False) -> torch.Tensor:
+    """A projection of a mixture of experts by the tuned kernel. ids_early: as the second of two."""
 
     def plan(problem: ExpertsProblem, *_: Any) -> ExpertsPlan:
         found = tuned_experts(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
@@ -108,4 +111,4 @@ def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = Fal
         return found
 
     with mock.patch("halfbyte.ops.experts_linear._plan", plan), machine(order, backwards):
-        return run_experts(call, "gluon")
+        return run_experts(call, "gluon", ids_early)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from emulation import EARLY, ORDERS, Refused, mix
+from emulation import EARLY_OF, ORDERS, Refused, mix
 from gpu_cases import same_bits
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
@@ -61,9 +61,12 @@ CASES = (
 
 
 def check(case: Mixture, num_sms: int) -> torch.Tensor:
-    """Within the promise, the same bits again, and nothing read ahead of the kernel before, which may write ids."""
+    """Within the promise, the same bits again, and nothing read ahead of the kernel before, which may write ids. The sum's launch
+    reads ids and gates, no more: the one before has waited for those that write them."""
     out = case.check(lambda *_: mix(case, ORDERS[0], num_sms))
-    assert not EARLY
+    early, *early_of_sum = EARLY_OF
+    assert not early
+    assert [len(of) for of in early_of_sum] == [2] * (case.gates is not None)
     assert same_bits(out, mix(case, ORDERS[1], num_sms, backwards=True))
     return out
 
@@ -107,6 +110,17 @@ def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
     assert out[[0, 2], 5].isnan().all()
     others = torch.arange(34) != 5
     assert torch.equal(out[[0, 2]][:, others], clean[[0, 2]][:, others])
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda c: c.weight)
+def test_the_second_of_two_reads_ids_and_weights_early(case: Case) -> None:
+    made = case.build()
+    alone = mix(made, ORDERS[0], case.num_sms)
+    for order in ORDERS:
+        assert same_bits(mix(made, order, case.num_sms, ids_early=True), alone)
+        w = made.weight
+        stored = {t.untyped_storage().data_ptr() for t in (made.ids, w.codes, w.scales, w.offsets) if t is not None}
+        assert set() < EARLY_OF[0] <= stored
 
 
 def test_act_order_and_strides() -> None:

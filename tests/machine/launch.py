@@ -28,13 +28,13 @@ def _code(ptx: str) -> Code:
 
 
 @contextmanager
-def emulated(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[set[int]]:
+def emulated(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[list[set[int]]]:
     """Here launches of kernels run on the CPU. backwards: the blocks of a launch in reverse order, unless
     they wait for earlier ones; change: another PTX instead.
 
-    Yields addresses of the storages that a launch read or wrote before it waited for the kernel before.
+    Yields of each launch the addresses of the storages that it read or wrote before it waited for the kernel before.
     """
-    early: set[int] = set()
+    early: list[set[int]] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         configuration = _specialised(kernel.__name__, kernel, args, kwargs, {})
@@ -50,7 +50,7 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
         ordered = getattr(kwargs.get("C"), "owner_reduces", False)  # a block waits for those that were started before it
         for block in blocks[::-1] if backwards and not ordered else blocks:
             Block(code, memory, launch, block[::-1], order).run()
-        early.update(memory.early)
+        early.append(memory.early)
 
     with mock.patch.object(JITFunction, "run", run), mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _no_assembler):
         yield early

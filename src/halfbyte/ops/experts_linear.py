@@ -138,11 +138,11 @@ def _run(*flat: Any) -> torch.Tensor:
     return _run_call(_call(*flat), flat[-1])
 
 
-def _run_call(call: ExpertsCall, level: str) -> torch.Tensor:
+def _run_call(call: ExpertsCall, level: str, ids_early: bool = False) -> torch.Tensor:
     if level in _LEVELS:
         refuse_capture("experts_linear", call.x.device)
         return _LEVELS[level](call)
-    return _run_on_gpu(call, level)
+    return _run_on_gpu(call, level, ids_early)
 
 
 def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
@@ -155,7 +155,8 @@ def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
                 out = down.new_result()
                 _experts_prompt.run_both(up, down, (first, last), out)
                 return out
-    return _run_call(down._replace(x=_run_call(up, level)), level)
+    ids = up.ids.contiguous()  # here and not between the launches, the second of which may read it before the first has ended
+    return _run_call(down._replace(x=_run_call(up._replace(ids=ids), level), ids=ids), level, ids_early=True)
 
 
 def _fake(*flat: Any) -> torch.Tensor:
@@ -173,8 +174,8 @@ _op = define(
 # ---------------------------------------------------------------------------------------------------------------------- the GPU
 
 
-def _run_on_gpu(call: ExpertsCall, impl: str) -> torch.Tensor:
-    """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call."""
+def _run_on_gpu(call: ExpertsCall, impl: str, ids_early: bool = False) -> torch.Tensor:
+    """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call. ids_early: see `ExpertsProblem`."""
     x, weight, ids, _, _, _ = call
     if x.element_size() > 2:
         raise Unsupported(f"x is {x.dtype}; the {impl} kernel takes float16 and bfloat16; use impl='auto'")
@@ -188,7 +189,7 @@ def _run_on_gpu(call: ExpertsCall, impl: str) -> torch.Tensor:
             _experts_prompt.run(call, rows, out)
             return out
         call = _dense(call)
-        plan = _plan_of(call) if impl != "triton" else "the portable kernel was requested"
+        plan = _plan_of(call, ids_early) if impl != "triton" else "the portable kernel was requested"
         if isinstance(plan, ExpertsPlan):
             _run_tuned(call, plan, out)
         elif impl == "gluon":
@@ -212,12 +213,12 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
 
 
-def _plan_of(call: ExpertsCall) -> ExpertsPlan | str:
+def _plan_of(call: ExpertsCall, ids_early: bool) -> ExpertsPlan | str:
     """How the tuned kernel runs a call, or why it does not."""
     x, w = call.x, call.weight
     if not all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in (w.codes, w.scales, w.offsets)):
         return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
-    return _plan(_problem_of(call), x.device.index, pair_launches())
+    return _plan(_problem_of(call)._replace(ids_early=ids_early), x.device.index, pair_launches())
 
 
 def _problem_of(call: ExpertsCall) -> ExpertsProblem:

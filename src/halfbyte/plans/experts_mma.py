@@ -31,12 +31,14 @@ class ExpertsMmaSpec(LinearSpec):
     shared      x has one row a token, and not one a pair
     pairs       room for so many pairs in the table: 32, 128 or 512
     activation  of pairs of columns; None: none
+    ids_early   ids are read, and weights requested, ahead of the wait for the kernel before
     """
 
     top_k: int
     shared: bool
     pairs: int
     activation: Activation | None
+    ids_early: bool
 
     @property
     def halves(self) -> int:
@@ -110,7 +112,8 @@ def tuned_experts(p: ExpertsProblem, gpu: GPU, use_pdl: bool) -> ExpertsPlan | s
     finer, wanted = _finer(dense, width, gpu.num_sms)
     room = next(n for n in _TABLES if pairs <= n)
     fields = vars(finer) | {"weights": finer.weights[:1], "pad_slots": 0}
-    shape = ExpertsMmaSpec(**fields, top_k=p.top_k, shared=p.shared and p.top_k > 1, pairs=room, activation=p.activation)
+    fields |= {"top_k": p.top_k, "shared": p.shared and p.top_k > 1, "pairs": room, "ids_early": p.ids_early}
+    shape = ExpertsMmaSpec(**fields, activation=p.activation)
     fitting = ((staged(shape, n, gpu.capability), n) for n in (wanted, 1))
     spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
     if spec is None:

@@ -37,6 +37,7 @@ class ExpertsProblem(NamedTuple):
     half        of x: "fp16" or "bf16"
     shared      x has one row a token, and not one a pair
     gated       gates add up the pairs of a token
+    ids_early   ids are complete before the kernel begins that x comes from
     """
 
     format: Format
@@ -47,6 +48,7 @@ class ExpertsProblem(NamedTuple):
     shared: bool = True
     gated: bool = False
     activation: Activation | None = None
+    ids_early: bool = False
 
     @property
     def pairs(self) -> int:

@@ -34,7 +34,8 @@ _CASES = (
 )
 
 
-#: The same for the tuned kernel: blocks of 1 to 16 pairs, every kind of code and scale, every size of its table.
+#: The same for the tuned kernel: blocks of 1 to 16 pairs, every kind of code and scale, every size of its table; with gates as
+#: the second of two projections.
 _TUNED = (
     *((name, 1, projection) for name in ("int4_g64", "int4_sym_g128", "int8_col", "nf4", "nvfp4") for projection in _QWEN),
     *(("int4_g128", tokens, projection) for tokens in (1, 16) for projection in _QWEN),
@@ -72,7 +73,8 @@ def configurations() -> Iterator[Configuration]:
         yield from recorded(full, functools.partial(portable.launch, call, *given), may_spill=why)
     for name, tokens, (experts, top_k, features, width, activation, options) in _TUNED:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
-        plan = tuned_experts(_problem(call), H200, use_pdl=True)
+        problem = _problem(call)
+        plan = tuned_experts(problem._replace(ids_early=problem.gated), H200, use_pdl=True)
         if isinstance(plan, ExpertsPlan):
             given = (call.new_result(), plan, empty(1, dtype=torch.float32), empty(1))
             full = _name("tuned-experts", name, tokens, call, options)

@@ -14,6 +14,9 @@ A program writes a tile that it computed alone at once and waits for nothing: wi
 floating-point atomics. A pair whose id is no expert gets zeros and counts nothing in sums.
 """
 
+# ruff: noqa: RUF005
+# Triton compiles a part of Python: tuples are joined with `+`.
+
 from __future__ import annotations
 
 from typing import Any
@@ -199,14 +202,12 @@ def experts(
     if S.groups_per_mma(C) > 1:
         select = selectors(S, C)
     check_addresses(pool, S, C)
-    if C.use_pdl:  # all addresses depend on the ids, which the kernel before may write
+    if C.use_pdl and not C.ids_early:  # all addresses depend on the ids, which the kernel before may write
         gdc_wait()
         gdc_launch_dependents()
     program = gl.program_id(0)
     N = weights.features[0]
     blocks, pairs = sort_pairs(ids, T * C.top_k, E, x_stride, pool, C)
-    for i in range(pairs + program, T * C.top_k, gl.num_programs(0)):
-        _zeros(entry(C.order_at, i) & 1023, weights, C)
     steps = (K + C.step - 1) // C.step
     tiles = blocks * ((N + C.tile - 1) // C.tile)
     programs, whole, split, each, more, unit = _shares(tiles, steps, C)
@@ -225,15 +226,28 @@ def experts(
     ahead = program * 0
     ahead_tile = tile
     ahead_step = step
+    rows = ()
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
         at = fetch_codes(i, at, ahead_step, i < end, K, S, C)
         if S.groups > 0:
             at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
-        fetch_rows(i, ahead_step, i < end, X, block, K, C)
+        if C.ids_early:
+            rows = rows + ((ahead_step, block),)
+        else:
+            fetch_rows(i, ahead_step, i < end, X, block, K, C)
         commit()
         ahead, ahead_tile, ahead_step, at, block = _next(ahead, ahead_tile, ahead_step, at, block, work, weights, K, S, C)
     if (shared > 0) & ((begin > 0) | (shared < steps)):  # a split tile's, into L2
         prefetch(Semaphores + (tile + 0 * gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [C.warps], [0]))))
+    if C.ids_early:
+        if C.use_pdl:
+            gdc_wait()
+            gdc_launch_dependents()
+        for i in gl.static_range(gl.constexpr(C.stages - 1)):
+            fetch_rows(i, rows[i][0], i < end, X, rows[i][1], K, C)
+            commit()
+    for i in range(pairs + program, T * C.top_k, gl.num_programs(0)):
+        _zeros(entry(C.order_at, i) & 1023, weights, C)
     acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
     slot = 0
     turn = 0

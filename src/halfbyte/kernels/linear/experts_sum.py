@@ -39,21 +39,24 @@ def weighted_sums(
     size: gl.constexpr = 128 * gl.num_warps()
     n = gl.program_id(0) * size + gl.arange(0, size, layout=layout)
     token = gl.program_id(1)
-    if use_pdl:
-        gdc_wait()
-        gdc_launch_dependents()
     total = gl.full([size], 0.0, gl.float32, layout)
     for begin in range(0, top_k, together):
+        weights = ()
+        for j in gl.static_range(together):
+            pair = token * top_k + begin + j
+            expert = gl.load(ids + pair, mask=begin + j < top_k, other=-1)
+            gate = gl.load(gates + pair, mask=begin + j < top_k, other=0.0).to(gl.float32)
+            weights = weights + (gl.where((expert >= 0) & (expert < E), gate, 0.0),)
+        if use_pdl and begin == 0:  # the kernel before has itself waited for those that wrote ids and gates
+            gdc_wait()
+            gdc_launch_dependents()
         parts = ()
         for j in gl.static_range(together):
             pair = token * top_k + begin + j
             there = (n < N) & (begin + j < top_k)
             parts = parts + (gl.load(Rows + (pair.to(gl.int64) * N + n), mask=there, other=0.0, cache_modifier=".cg"),)
         for j in gl.static_range(together):
-            pair = token * top_k + begin + j
-            expert = gl.load(ids + pair, mask=begin + j < top_k, other=-1)
-            gate = gl.load(gates + pair, mask=begin + j < top_k, other=0.0).to(gl.float32)
-            total += gl.where((expert >= 0) & (expert < E), gate, 0.0) * parts[j]
+            total += weights[j] * parts[j]
     gl.store(out + (token.to(gl.int64) * N + n), total.to(out.dtype.element_ty), mask=n < N)
 
 
