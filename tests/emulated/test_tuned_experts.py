@@ -85,6 +85,11 @@ def test_any_ids(gated: bool, num_sms: int) -> None:
     assert gated or not out[17].any()
 
 
+def test_any_ids_of_one_token() -> None:
+    ids = torch.tensor([[3, -1, 0, 0, 4]])
+    check(Mixture(normal(1, 256).half(), stack("int4_sym_g32", 4, 36, 256), ids, None, normal(4, 36)), 2)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_no_id_is_an_expert(gated: bool) -> None:
     ids, weight = torch.tensor([[-1, 3], [5, 2**40]]), stack("int8_g128", 3, 40, 256)

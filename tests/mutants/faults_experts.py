@@ -166,6 +166,20 @@ EXPERTS = [
         tuned("test_any_ids[True-8]"),
     ),
     Mutant(
+        "one token's pairs count those before that have no expert",
+        TABLE,
+        "_as_they_come",
+        Rewrite("_count(_f & ((1 << _p) - 1))", "_p"),
+        tuned("test_any_ids_of_one_token"),
+    ),
+    Mutant(
+        "ids are read ahead of the kernel that writes them",
+        TUNED,
+        "experts",
+        Rewrite("C.use_pdl and not C.ids_early", "False"),
+        tuned("test_any_ids_of_one_token"),
+    ),
+    Mutant(
         "every expert has the bias of the first in the tuned kernel",
         TUNED,
         "_results",

@@ -56,6 +56,11 @@ class ExpertsMmaSpec(LinearSpec):
         return self.order_at + -(-4 * (3 * self.pairs + 2) // 128) * 128
 
     @property
+    def unsorted(self) -> bool:
+        """Few pairs, each a block of its own."""
+        return self.x_rows == 1 and self.pairs == _TABLES[0]
+
+    @property
     def order_at(self) -> int:
         """Where the sorted pairs lie in shared memory."""
         return super().used_bytes

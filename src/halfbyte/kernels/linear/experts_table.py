@@ -7,8 +7,9 @@ A table in shared memory behind the rings, int32, which every program makes for 
     blocks   where in `order` each block begins: at most `x_rows` pairs of one expert. Behind the last one, twice, the number of
              pairs that have an expert
 
-The place of a pair is the number of smaller keys: each thread compares its pairs with all others. Entries are read and written by
-PTX with addresses in `global_smem`, as copies into the rings are (linear/async_copy.py).
+The place of a pair is the number of smaller keys: each thread compares its pairs with all others. Few pairs that are a block
+each (`unsorted`) need no order: those that have an expert come first, and of `blocks` there is only their number. Entries are read
+and written by PTX with addresses in `global_smem`, as copies into the rings are (linear/async_copy.py).
 """
 
 from __future__ import annotations
@@ -63,6 +64,19 @@ def entry(at: gl.constexpr, index):
 
 
 @gluon.jit
+def _which(there):
+    """The threads of a warp where `there`, as bits; each holds one of 32."""
+    bits = there.to(gl.int32) << gl.arange(0, 32, layout=there.type.layout)
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [bits], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _count(bits):
+    """How many are set."""
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _sum(a, b):
     return a + b
 
@@ -75,12 +89,38 @@ def _largest(a, b):
 @gluon.jit
 def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     """Write the table; returns how many blocks there are, and how many pairs have an expert."""
-    # An id is loaded by one warp: all programs read the same lines at the same time, and each request waits for those before it.
-    p = gl.arange(0, gl.constexpr(max(C.pairs, 32 * C.warps)), layout=_pair_layout(C))
+    # All programs read the same lines at the same time, and each request waits for those before it: one warp loads an id, unless
+    # every warp needs all.
+    p = gl.arange(0, gl.constexpr(32 if C.unsorted else max(C.pairs, 32 * C.warps)), layout=_pair_layout(C))
     expert = gl.load(ids + p, mask=p < S, other=-1)
     good = (expert >= 0) & (expert < E)
-    _put(C.blocks_at, p, gl.where(p < S, gl.where(good, expert, E).to(gl.int32) << 10 | p, 0x7FFFFFFF), p < C.pairs)
-    barrier()  # keys lie where blocks lie later
+    key = gl.where(good, expert, E).to(gl.int32) << 10 | p
+    if C.unsorted:
+        pairs = _as_they_come(p, key, good, S, x_stride, C)
+        blocks = pairs
+    else:
+        _put(C.blocks_at, p, gl.where(p < S, key, 0x7FFFFFFF), p < C.pairs)
+        barrier()  # keys lie where blocks lie later
+        _sort(S, x_stride, pool, C)
+        blocks, pairs = _blocks(S, E, C)
+    return blocks, pairs
+
+
+@gluon.jit
+def _as_they_come(p, key, good, S, x_stride, C: gl.constexpr):
+    """The table of pairs in any order, those that have an expert first; returns how many these are."""
+    found = _which(good)
+    pairs = _count(found)
+    before = _count(found & ((1 << p) - 1))
+    _put_pair(gl.where(good, before, pairs + p - before), key, p, S, x_stride, C)
+    _put(C.blocks_at, p, pairs, p < 1)
+    barrier()
+    return entry(C.blocks_at, 0)
+
+
+@gluon.jit
+def _sort(S, x_stride, pool, C: gl.constexpr):
+    """Put the pairs whose keys lie at the blocks into their places."""
     layout: gl.constexpr = _key_layout(C)
     s = gl.arange(0, C.pairs, layout=gl.SliceLayout(1, layout))
     key = entry(C.blocks_at, s)
@@ -88,11 +128,16 @@ def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     for i in range((S + 31) // 32):
         other = pool.index(gl.constexpr(C.blocks_at // 128) + i).load(gl.SliceLayout(0, layout))[None, :]
         place += gl.sum((other < key[:, None]).to(gl.int32), axis=1)
-    row = s // C.top_k if C.shared else s
-    _put(C.order_at, place, key, s < S)
-    _put(C.rows_at, place, row * (2 * x_stride), s < S)
+    _put_pair(place, key, s, S, x_stride, C)
     barrier()  # all pairs are in their places, and all keys have been read
-    return _blocks(S, E, C)
+
+
+@gluon.jit
+def _put_pair(place, key, pair, S, x_stride, C: gl.constexpr):
+    """A pair into the table, and where what it multiplies lies in X."""
+    row = pair // C.top_k if C.shared else pair
+    _put(C.order_at, place, key, pair < S)
+    _put(C.rows_at, place, row * (2 * x_stride), pair < S)
 
 
 @gluon.jit
@@ -120,6 +165,9 @@ def block_at(tile, tiles, weights, C: gl.constexpr):
     each = (weights.features[0] + C.tile - 1) // C.tile
     tile = gl.maximum(gl.minimum(tile, tiles - 1), 0)
     block = quotient(tile, each)
-    first = entry(C.blocks_at, block)
-    count = entry(C.blocks_at, block + 1) - first
+    if C.unsorted:
+        first, count = block, 1
+    else:
+        first = entry(C.blocks_at, block)
+        count = entry(C.blocks_at, block + 1) - first
     return entry(C.order_at, first) >> 10, (tile - block * each) * C.tile, first, count
