@@ -116,7 +116,7 @@ def tuned_experts(p: ExpertsProblem, gpu: GPU, use_pdl: bool) -> ExpertsPlan | s
         return dense
     finer, wanted = _finer(dense, width, gpu.num_sms)
     room = next(n for n in _TABLES if pairs <= n)
-    fields = vars(finer) | {"weights": finer.weights[:1], "pad_slots": 0}
+    fields = vars(finer) | {"weights": finer.weights[:1], "pad_slots": 0, "whole_tiles": features % finer.tile == 0}
     fields |= {"top_k": p.top_k, "shared": p.shared and p.top_k > 1, "pairs": room, "ids_early": p.ids_early}
     shape = ExpertsMmaSpec(**fields, activation=p.activation)
     fitting = ((staged(shape, n, gpu.capability), n) for n in (wanted, 1))

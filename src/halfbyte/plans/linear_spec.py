@@ -104,6 +104,7 @@ class LinearSpec:
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
     ending: Ending | None = field(default=None, kw_only=True)  # None: y
     equal_parts: bool = field(default=False, kw_only=True)  # shared memory is seen as equal parts of the whole pool, or not at all
+    whole_tiles: bool = field(default=False, kw_only=True)  # no tile reaches beyond the rows of its weight
     owner_reduces: bool = field(default=False, kw_only=True)  # of a split tile: the program that begins it; else the last to arrive
 
     @property

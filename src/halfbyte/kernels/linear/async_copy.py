@@ -95,11 +95,11 @@ def _x_pieces(C):
 
 
 @gluon.constexpr_function
-def _copy_asm(pieces, base, size, fill, cached, sources=1):
+def _copy_asm(pieces, base, size, fill, cached, sources=1, whole=False):
     """Copies of one thread's `pieces` of `size` bytes. $1 where piece 0 goes, in bytes from `base`; $2 its address; $3 bytes from
     row to row; $4 rows that are left from that of piece 0 on: others are not copied, as their results are not stored;
     with `fill` $5 bytes (or any measure, where a thread has one piece of a row) that are left of a row: beyond them come zeros.
-    sources: rows alternate between so many weights. A thread's are of one of them.
+    sources: rows alternate between so many weights. A thread's are of one of them. whole: if the row of piece 0 is left, all are.
     """
     distance = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
     if distance % sources:
@@ -108,6 +108,8 @@ def _copy_asm(pieces, base, size, fill, cached, sources=1):
     how = "cg" if size == 16 and not cached else "ca"
     lines = ["{ .reg .pred q; .reg .b32 n, s, g; .reg .b64 p, d; mov.u32 g, global_smem; mov.b64 p, $2;"]
     lines.append(f"mul.wide.s32 d, $3, {distance};")
+    if whole:
+        lines.append(".reg .pred h; setp.gt.s32 h, $4, 0;")
     last_row, last_byte, last_xor = 0, None, None
     for row, byte, xor, at in pieces:
         if row != last_row:
@@ -117,7 +119,8 @@ def _copy_asm(pieces, base, size, fill, cached, sources=1):
         if fill and byte != last_byte:
             lines.append(f"setp.gt.s32 q, $5, {byte}; selp.b32 n, {size}, 0, q;")
         last_row, last_byte, last_xor = row, byte, xor
-        lines.append(f"setp.gt.s32 q, $4, {row}; @q cp.async.{how}.shared.global [s+{base + at}], [p+{byte}], {size}")
+        there = "@h" if whole else f"setp.gt.s32 q, $4, {row}; @q"
+        lines.append(f"{there} cp.async.{how}.shared.global [s+{base + at}], [p+{byte}], {size}")
         lines[-1] += ", n;" if fill else ";"
     return " ".join(lines) + " }"
 
@@ -237,7 +240,7 @@ def _fetch_scales(at, slot, rows, left, K, zeros: gl.constexpr, S: gl.constexpr,
         )
     else:
         gl.inline_asm_elementwise(
-            _copy_asm(_scale_pieces(S, C, piece, zeros), base, piece * size, True, False, C.sources),
+            _copy_asm(_scale_pieces(S, C, piece, zeros), base, piece * size, True, False, C.sources, C.whole_tiles),
             "=r,r,l,r,r,r,~{memory}",
             [
                 slot * (C.tile * C.columns(S) * size) + t * (piece * size),
@@ -286,7 +289,7 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
     into = (part * C.k_slices + w) * gl.constexpr(C.tile * in_part * 16) + (row * in_part + column) * 16
     there = gl.where((w * S.words(C) + t % pieces * 8) * S.codes_per_word < left, rows - row, 0)
     gl.inline_asm_elementwise(
-        _copy_asm(_code_pieces(S, C), 0, 16, False, False, C.sources),
+        _copy_asm(_code_pieces(S, C), 0, 16, False, False, C.sources, C.whole_tiles),
         "=r,r,l,r,r,~{memory}",
         [into, codes, K // S.codes_per_word * 2, there],
         dtype=gl.int32,
