@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,11 +12,12 @@ from gpu_cases import Call, poisoned
 
 from halfbyte.device import GPU
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block, ragged_blocks
-from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
+from halfbyte.plans.experts_mma import ExpertsPlan
+from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, gluon_experts, wgmma_experts
 from halfbyte.plans.linear_spec import ExpertsProblem, LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.reference.experts import ExpertsCall
@@ -32,6 +33,7 @@ ORDERS = (Order(together=True, early=False), Order(together=False, early=True))
 EARLY: set[int] = set()
 #: The same of each of its launches.
 EARLY_OF: list[set[int]] = []
+_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Refused(Exception):
@@ -104,11 +106,44 @@ def multiply(
 def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False, ids_early: bool = False) -> torch.Tensor:
     """A projection of a mixture of experts by the tuned kernel. ids_early: as the second of two."""
 
-    def plan(problem: ExpertsProblem, *_: Any) -> ExpertsPlan:
-        found = tuned_experts(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
+    def plan(problem: ExpertsProblem, *_: Any) -> ExpertsPlan | ExpertsWgmmaPlan:
+        found = gluon_experts(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found
 
-    with mock.patch("halfbyte.ops.experts_linear._plan", plan), machine(order, backwards):
+    with mock.patch("halfbyte.ops.experts_linear._plan", plan), _sorted_by_torch(), machine(order, backwards):
         return run_experts(call, "gluon", ids_early)
+
+
+def mix_both(up: ExpertsCall, down: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False) -> torch.Tensor:
+    """Both projections of a prompt by the grouped kernel; down's x is left out."""
+    plans = []
+    for call in (up, down):
+        problem = ExpertsProblem(
+            call.weight.format, call.weight.shape, *call.ids.shape, _HALVES[up.x.dtype], activation=call.activation
+        )
+        plans.append(wgmma_experts(problem, GPU("", num_sms, (9, 0))))
+        if isinstance(plans[-1], str):
+            raise Refused(plans[-1])
+    with _sorted_by_torch(), machine(order, backwards):
+        out = down.new_result()
+        _experts_prompt.run_both_wgmma(up, down, tuple(plans), out)
+    return out
+
+
+def _sorted_by_torch() -> AbstractContextManager[Any]:
+    """Pairs of prompts are sorted by plain Triton, which the interpreter runs (`tests/interpreted`); here by torch."""
+
+    def pairs(ids: torch.Tensor, experts: int, table: torch.Tensor, block: int) -> _experts_prompt.SortedPairs:
+        flat = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
+        found, order = flat.sort(stable=True)
+        starts = torch.searchsorted(found, torch.arange(experts + 1)).int()
+        blocks = -(-starts.diff() // block)
+        owners = torch.arange(experts).repeat_interleave(blocks)
+        table[0] = len(owners)
+        rows = torch.stack((torch.arange(experts), blocks.cumsum(0) - blocks, starts[:-1], starts[1:]), 1)
+        table[1 : 1 + len(owners)] = rows[owners]
+        return _experts_prompt.SortedPairs(order.int(), starts, found.int())
+
+    return mock.patch.object(_experts_prompt, "sorted_pairs", pairs)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from emulation import EARLY_OF, ORDERS, Refused, mix
+from emulation import EARLY_OF, ORDERS, Refused, mix, mix_both
 from gpu_cases import same_bits
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
-from halfbyte.plans.experts_mma import block_rows
-from halfbyte.reference.experts import Activation
+from halfbyte.plans.experts_mma import MOST_TOKENS, block_rows
+from halfbyte.reference.experts import Activation, ExpertsCall
 
 #: 18 pairs of expert 0, 16 of expert 1, one of expert 3 and none of expert 2; three ids are no expert, and one token has one twice.
 IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
@@ -57,6 +57,12 @@ CASES = (
     Case("mxfp4", 40, 2, (4, 36, 2112), "gates bias fp16"),
     Case("nvfp4", 1, 2, (2, 66, 1344), "gates"),
     Case("nvfp4", 12, 2, (2, 32, 576), activation=ACTIVATIONS[1]),
+    Case("int4_g128", 70, 2, (3, 270, 768), activation=ACTIVATIONS[1]),  # prompts from here on: blocks of 64 pairs
+    Case("int4_g32", 66, 2, (4, 140, 1152), "gates bias", num_sms=1),
+    Case("nf4", 65, 1, (2, 130, 1088), "fp16", num_sms=8),
+    Case("mxfp4", 65, 3, (5, 132, 704), "bias", OAI),
+    Case("nvfp4", 65, 2, (7, 136, 576), "bias fp16", ACTIVATIONS[3]),  # of 32
+    Case("int8_col", 65, 1, (3, 40, 544), "gates"),
 )
 
 
@@ -64,9 +70,10 @@ def check(case: Mixture, num_sms: int) -> torch.Tensor:
     """Within the promise, the same bits again, and nothing read ahead of the kernel before, which may write ids. The sum's launch
     reads ids and gates, no more: the one before has waited for those that write them."""
     out = case.check(lambda *_: mix(case, ORDERS[0], num_sms))
-    early, *early_of_sum = EARLY_OF
-    assert not early
-    assert [len(of) for of in early_of_sum] == [2] * (case.gates is not None)
+    if len(case.ids) <= MOST_TOKENS:  # launches of prompts begin one after the other
+        early, *early_of_sum = EARLY_OF
+        assert not early
+        assert [len(of) for of in early_of_sum] == [2] * (case.gates is not None)
     assert same_bits(out, mix(case, ORDERS[1], num_sms, backwards=True))
     return out
 
@@ -77,10 +84,32 @@ def test_mixtures_keep_their_promise(case: Case) -> None:
     check(case.build(), case.num_sms)
 
 
-@pytest.mark.parametrize(("gated", "num_sms"), [(True, 8), (False, 1)])
-def test_any_ids(gated: bool, num_sms: int) -> None:
-    gates = torch.rand(len(IDS), 2) if gated else None
-    case = Mixture(normal(len(IDS), 2, 256).half(), stack("int4_sym_g32", 4, 36, 256), IDS, gates, normal(4, 36))
+@pytest.mark.parametrize(
+    ("first", "last", "inner", "half"),
+    [
+        ("int4_g128", "int4_g128", 128, torch.bfloat16),
+        ("mxfp4", "mxfp4", 160, torch.bfloat16),  # columns between the results and the next whole step
+        ("int8_col", "int4_g64", 192, torch.float16),
+        ("nf4", "int8_g128", 128, torch.bfloat16),
+        ("mxfp4", "int4_g32", 96, torch.float16),  # in blocks of 32 pairs
+    ],
+)
+def test_rows_of_prompts_stay_sorted_between_projections(first: str, last: str, inner: int, half: torch.dtype) -> None:
+    """As in two calls, bit for bit: also with ids that are no expert."""
+    ids = IDS.repeat(4, 1)
+    gates = torch.rand(len(ids), 2)
+    up = ExpertsCall(normal(len(ids), 256).to(half), stack(first, 4, 2 * inner, 256), ids, None, normal(4, 2 * inner), OAI)
+    down = ExpertsCall(up.x, stack(last, 4, 36, inner), ids, gates, normal(4, 36))
+    expected = mix(down._replace(x=mix(up, ORDERS[0])), ORDERS[0])
+    assert torch.equal(mix_both(up, down, ORDERS[0]), expected)
+    assert torch.equal(mix_both(up, down, ORDERS[1], backwards=True), expected)
+
+
+@pytest.mark.parametrize(("gated", "num_sms", "times"), [(True, 8, 1), (False, 1, 1), (True, 1, 4), (False, 8, 4)])
+def test_any_ids(gated: bool, num_sms: int, times: int) -> None:
+    ids = IDS.repeat(times, 1)
+    gates = torch.rand(len(ids), 2) if gated else None
+    case = Mixture(normal(len(ids), 2, 256).half(), stack("int4_sym_g32", 4, 36, 256), ids, gates, normal(4, 36))
     out = check(case, num_sms)
     assert gated or not out[17].any()
 
@@ -91,16 +120,18 @@ def test_any_ids_of_one_token() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_no_id_is_an_expert(gated: bool) -> None:
-    ids, weight = torch.tensor([[-1, 3], [5, 2**40]]), stack("int8_g128", 3, 40, 256)
-    gates = torch.full((2, 2), torch.nan) if gated else None
-    case = Mixture(normal(2, 2, 256).half(), weight, ids, gates, normal(3, 40))
+@pytest.mark.parametrize("times", [1, 40])
+def test_no_id_is_an_expert(gated: bool, times: int) -> None:
+    ids, weight = torch.tensor([[-1, 3], [5, 2**40]]).repeat(times, 1), stack("int8_g128", 3, 40, 256)
+    gates = torch.full(ids.shape, torch.nan) if gated else None
+    case = Mixture(normal(2 * times, 2, 256).half(), weight, ids, gates, normal(3, 40))
     assert not mix(case, ORDERS[0]).any()
 
 
-def test_one_expert_takes_all() -> None:
-    ids = torch.full((33, 1), 2)
-    check(Mixture(normal(33, 256).bfloat16(), stack("int4_sym_g128", 4, 64, 256), ids, torch.rand(33, 1)), 3)
+@pytest.mark.parametrize("tokens", [33, 130])
+def test_one_expert_takes_all(tokens: int) -> None:
+    ids = torch.full((tokens, 1), 2)
+    check(Mixture(normal(tokens, 256).bfloat16(), stack("int4_sym_g128", 4, 64, 256), ids, torch.rand(tokens, 1)), 3)
 
 
 def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
@@ -117,7 +148,7 @@ def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
     assert torch.equal(out[[0, 2]][:, others], clean[[0, 2]][:, others])
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda c: c.weight)
+@pytest.mark.parametrize("case", [c for c in CASES if c.tokens <= MOST_TOKENS][::3], ids=lambda c: c.weight)
 def test_the_second_of_two_reads_ids_and_weights_early(case: Case) -> None:
     made = case.build()
     alone = mix(made, ORDERS[0], case.num_sms)
@@ -128,13 +159,14 @@ def test_the_second_of_two_reads_ids_and_weights_early(case: Case) -> None:
         assert set() < EARLY_OF[0] <= stored
 
 
-def test_act_order_and_strides() -> None:
+@pytest.mark.parametrize("tokens", [3, 66])
+def test_act_order_and_strides(tokens: int) -> None:
     weight = stack("int4_g32", 4, 32, 256, act_order=True)
-    check(Mixture(normal(256, 3).half().mT, weight, routed(3, 2, 4), torch.rand(3, 2).T.contiguous().T), 3)
+    check(Mixture(normal(256, tokens).half().mT, weight, routed(tokens, 2, 4), torch.rand(tokens, 2).T.contiguous().T), 3)
 
 
 def test_what_the_kernel_refuses() -> None:
-    for weight, tokens, why in [("int4_g32", 65, "65 tokens"), ("int4_g128", 1, "aligned")]:
+    for weight, tokens, why in [("int4_g32", 1040, "up to 512"), ("nf4_dq", 1, "portable kernel only")]:
         case = Mixture(normal(tokens, 128).half(), stack(weight, 2, 32, 128), routed(tokens, 1, 2))
         with pytest.raises(Refused, match=why):
             mix(case, ORDERS[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
-from halfbyte.device import GPU
+from halfbyte.device import GPU, H200, sm_shared_memory
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, workspace
@@ -18,7 +19,8 @@ from halfbyte.ops import _experts_prompt
 from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops.experts_linear import _run_on_gpu, run_both
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles
-from halfbyte.plans.experts_prompt import dequantized_rows
+from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, dequantized_rows, gluon_experts, wgmma_experts
+from halfbyte.plans.linear import BLOCK_BYTES
 from halfbyte.plans.linear_spec import ExpertsProblem
 from halfbyte.reference.experts import Activation
 
@@ -188,7 +190,7 @@ def test_blocks_of_rows_change_no_bits() -> None:
 def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     right = _experts_prompt.run
-    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (9, 0)))
+    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (10, 0)))
     monkeypatch.setattr(_experts_prompt, "run", lambda call, rows, out: ran.append(rows) or right(call, rows, out))
     case = Mixture(normal(96, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(96, 1, dtype=torch.int64))
     case.check(functools.partial(_run_on_gpu, impl="auto"))
@@ -219,7 +221,7 @@ def test_rows_that_stay_sorted_between_projections_change_no_bits(name: str, mon
 def test_auto_keeps_the_rows_of_prompts_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[int, int]] = []
     right = _experts_prompt.run_both
-    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (9, 0)))
+    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (10, 0)))
     monkeypatch.setattr(_experts_prompt, "run_both", lambda up, down, rows, out: ran.append(rows) or right(up, down, rows, out))
     up, down, gates = stack("int4_g32", 1, 128, 64), stack("int4_g32", 1, 12, 64), torch.ones(96, 1)
     for tokens in (96, 95):
@@ -238,6 +240,15 @@ def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
     assert order.tolist() == [1, 4, 5, 0, 3, 2]
     assert starts.tolist() == [0, 2, 3, 5, 5]
     assert experts.tolist() == [0, 0, 1, 2, 2, 4]
+
+
+def test_blocks_of_sorted_pairs() -> None:
+    """An expert with more than two blocks, one with exactly one, one without pairs, and ids that are no expert."""
+    ids, table = torch.tensor([0] * 9 + [2] * 4 + [-1, 3]).view(-1, 1), torch.full((9, 4), -1, dtype=torch.int32)
+    sorted_pairs(ids, 3, table, 4)
+    assert table[0, 0] == 4
+    assert table[1:5].tolist() == [[0, 0, 0, 9]] * 3 + [[2, 3, 9, 13]]
+    assert (table[5:] == -1).all()
 
 
 @pytest.mark.slow(sample=4)
@@ -262,6 +273,38 @@ def test_which_prompts_dequantize() -> None:
     assert not dequantized_rows(qwen._replace(half="fp16"), (9, 0))
     assert not dequantized_rows(qwen, (8, 0))
     assert not dequantized_rows(qwen._replace(stack=(8, 1536, 2052)), (9, 0))
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", sorted(set(WEIGHT_FORMATS) - {"nf4_dq", "int4_col"}))
+def test_blocks_of_prompts(name: str, half: str) -> None:
+    """Larger ones for more pairs, but where sums of 32 k are scaled; the table has room for all of them, whatever the ids are."""
+    problem = ExpertsProblem(WEIGHT_FORMATS[name], (128, 1536, 2048), 384, 8, half)
+    for tokens in (384, 385, 8192):
+        found = gluon_experts(problem._replace(tokens=tokens), H200, use_pdl=True)
+        assert isinstance(found, ExpertsWgmmaPlan)
+        small = tokens == 384 or name.endswith(("int4_g32", "sym_g32", "g32_fp32")) or (name, half) == ("mxfp4", "fp16")
+        assert found.spec.block_m == (32 if small else 64)
+        assert found.programs == 132
+        assert found.blocks >= max(128 + (8 * tokens - 128) // found.spec.block_m, -(-8 * tokens // found.spec.block_m))
+        assert found.spec.shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))
+
+
+@pytest.mark.parametrize(
+    ("more", "capability", "why"),
+    [
+        ({"tokens": 8193}, (9, 0), "65544 pairs of a token and one of 128 experts; wgmma takes up to 512"),
+        ({}, (10, 0), "compute capability 10.0; wgmma needs 9.0"),
+        ({"stack": (128, 1536, 2056)}, (9, 0), "not a multiple of 16"),
+        ({"format": WEIGHT_FORMATS["nf4_dq"]}, (9, 0), "portable kernel only"),
+        ({"stack": (1024, 1 << 21, 4096), "tokens": 1024}, (9, 0), "counts steps of tiles up to"),
+    ],
+)
+def test_what_the_grouped_kernel_refuses(more: dict[str, Any], capability: tuple[int, int], why: str) -> None:
+    problem = ExpertsProblem(WEIGHT_FORMATS["int4_sym_col"], (128, 1536, 2048), 512, 8, "bf16")
+    found = wgmma_experts(problem._replace(**more), H200._replace(capability=capability))
+    assert isinstance(found, str)
+    assert why in found
 
 
 def test_plans_cover_the_work() -> None:

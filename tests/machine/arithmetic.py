@@ -253,6 +253,8 @@ _OTHERS = {"shl": (1, "u32"), "shr": (1, "u32"), "bfe": (1, "u32"), "lop3": (3, 
 def step(one: Instruction, registers: dict[str, int]) -> Step | None:
     """What a thread does by itself; None if the instruction is none of these."""
     parts = one.name.split(".")
+    if parts[0] == "setp" and parts[-1] in PACKED:
+        return _compare_halves(one, registers, COMPARISONS[parts[1]], parts[2])
     if parts[0] == "setp" and len(parts) == 3:
         return _apply(one, registers, COMPARISONS[parts[1]], [parts[2]] * 2, "pred")
     if parts[0] == "selp":
@@ -287,6 +289,20 @@ def _apply(one: Instruction, registers: dict[str, int], function: Callable[..., 
     if len(reads) == 2:
         return lambda block, lanes, a=reads[0], b=reads[1]: write(block, lanes, function(a(block, lanes), b(block, lanes)))
     return lambda block, lanes: write(block, lanes, function(*[read(block, lanes) for read in reads]))
+
+
+def _compare_halves(one: Instruction, registers: dict[str, int], compare: Callable[..., Array], kind: str) -> Step:
+    """A predicate for the lower half of a register, and one for the upper half."""
+    into, *operands = one.operands
+    low, high = (writer(name, registers, "pred") for name in str(into).split("|"))
+    a, b = (reader(str(operand), registers, kind) for operand in operands)
+
+    def write(block: Block, lanes: Lanes) -> None:
+        found = compare(a(block, lanes), b(block, lanes))
+        low(block, lanes, found[..., 0])
+        high(block, lanes, found[..., 1])
+
+    return write
 
 
 def _convert(one: Instruction, registers: dict[str, int], parts: list[str]) -> Step:

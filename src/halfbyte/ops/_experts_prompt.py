@@ -1,17 +1,19 @@
-"""Mixtures for prompts: pairs sorted by expert, and experts dequantized for a 16-bit grouped GEMM, some rows at a time.
+"""Mixtures for prompts: pairs sorted by expert, then a grouped GEMM over codes, or over experts dequantized some rows at a time.
 
-x is in bf16, of a multiple of 8 columns; nothing is empty, and nothing waits for the device. Memory: that of the dequantized rows,
-and of x and their products for each pair.
+The latter takes x in bf16, of a multiple of 8 columns. Nothing is empty, and nothing waits for the device. Memory: that of the
+dequantized rows, and of x and their products for each pair.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan
 from halfbyte.reference.experts import ExpertsCall
 from halfbyte.tensors import QuantTensor
 
@@ -29,14 +31,14 @@ class SortedPairs(NamedTuple):
     experts: torch.Tensor
 
 
-def sorted_pairs(ids: torch.Tensor, experts: int) -> SortedPairs:
-    """The pairs of `ids` [T, top_k], those of an expert in their order."""
+def sorted_pairs(ids: torch.Tensor, experts: int, table: torch.Tensor | None = None, block: int = 1) -> SortedPairs:
+    """The pairs of `ids` [T, top_k], those of an expert in their order; table: their blocks, see `experts_sort`."""
     from halfbyte.kernels.linear import experts_sort
 
     flat, columns = ids.reshape(-1), experts_sort.bins(experts)
     new = functools.partial(flat.new_empty, dtype=torch.int32)
     found = SortedPairs(new(len(flat)), new(experts + 1), new(len(flat)))
-    experts_sort.launch(flat, new(-(-len(flat) // experts_sort.BLOCK), columns), *found, new(columns))
+    experts_sort.launch(flat, new(-(-len(flat) // experts_sort.BLOCK), columns), *found, new(columns), table, block)
     return found
 
 
@@ -64,6 +66,49 @@ def run_both(up: ExpertsCall, down: ExpertsCall, rows: tuple[int, int], out: tor
         combine(by_expert, y, None, first, inner)
     for first, y in _products(inner, down.weight, pairs, rows[1]):
         combine(down, y, place, first, out)
+
+
+def run_wgmma(call: ExpertsCall, plan: ExpertsWgmmaPlan, out: torch.Tensor) -> None:
+    """One projection by the grouped kernel over codes."""
+    x, place, table = _gathered_in_order(call, plan)
+    _multiply_and_combine(call, plan, x, place, table, out)
+
+
+def run_both_wgmma(up: ExpertsCall, down: ExpertsCall, plans: tuple[ExpertsWgmmaPlan, ExpertsWgmmaPlan], out: torch.Tensor) -> None:
+    """As `run_both`, by the grouped kernel over codes."""
+    from halfbyte.kernels.linear.experts_wgmma import launch
+
+    first, last = plans
+    x, place, table = _gathered_in_order(up, first)
+    width, chunk = down.weight.shape[2], last.spec.chunk
+    inner = x.new_empty(len(x), -(-width // chunk) * chunk)
+    inner[:, -(-width // 64) * 64 :].zero_()
+    launch(_contiguous(up), x, table, replace(first, spec=replace(first.spec, onward=last.spec)), inner)
+    _multiply_and_combine(down, last, inner, place, table, out)
+
+
+def _gathered_in_order(call: ExpertsCall, plan: ExpertsWgmmaPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x of each pair, sorted and in the kernel's order; where each pair went [S]; and the table of blocks."""
+    from halfbyte.kernels.linear.experts_wgmma import sorted_rows
+
+    x, ids = call.x.reshape(-1, call.x.shape[-1]), call.ids.contiguous()
+    table = ids.new_empty(1 + plan.blocks, 4, dtype=torch.int32)
+    order = sorted_pairs(ids, call.weight.shape[0], table, plan.spec.block_m).order
+    place = torch.empty_like(order)
+    return sorted_rows(x if x.stride(-1) == 1 else x.contiguous(), order, place, plan.spec), place, table
+
+
+def _multiply_and_combine(
+    call: ExpertsCall, plan: ExpertsWgmmaPlan, x: torch.Tensor, place: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out, of sorted rows in the kernel's order."""
+    from halfbyte.kernels.linear.experts_prompt import combine
+    from halfbyte.kernels.linear.experts_wgmma import launch
+
+    call = _contiguous(call)
+    y = x.new_empty(len(place), call.weight.shape[1] // plan.spec.halves)
+    launch(call, x, table, plan, y)
+    combine(call._replace(bias=None, activation=None), y, place, 0, out)
 
 
 def _contiguous(call: ExpertsCall) -> ExpertsCall:

@@ -26,8 +26,8 @@ from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops.launch_cache import with_compiled
 from halfbyte.ops.workspace import counters, floats
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
-from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
-from halfbyte.plans.experts_prompt import dequantized_rows
+from halfbyte.plans.experts_mma import MOST_TOKENS, ExpertsPlan
+from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, dequantized_rows, gluon_experts
 from halfbyte.plans.linear_spec import ExpertsProblem
 from halfbyte.reference import experts as reference
 from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
@@ -57,9 +57,9 @@ def experts_linear(
     gates       [T, top_k]: the weights of the sum over a token's experts, which is computed in fp32 in the order of ids
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
-    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs) and "triton" (portable);
-                "cpu", or "reference" (float64). "auto" dequantizes experts for bf16 prompts with at least 96 pairs per expert, on
-                Hopper and Blackwell: at most 512 MiB at a time (or 128 rows of each)
+    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs; Hopper: 512 pairs per
+                expert) and "triton" (portable); "cpu", or "reference" (float64). "auto" dequantizes experts for larger bf16 prompts
+                on Hopper, from 96 pairs per expert on Blackwell: at most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
     """
@@ -150,6 +150,10 @@ def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
     x, sizes = up.x, (*up.weight.shape, *down.weight.shape, *up.ids.shape)
     if level == "auto" and x.element_size() == 2 and min(sizes):
         with torch.cuda.device_of(x):
+            if len(x) > MOST_TOKENS and (plans := _grouped_plans(up, down)):
+                out = down.new_result()
+                _experts_prompt.run_both_wgmma(up, down, plans, out)
+                return out
             first, last = (dequantized_rows(_problem_of(call), gpu(x.device.index).capability) for call in (up, down))
             if first and last:
                 out = down.new_result()
@@ -185,13 +189,16 @@ def _run_on_gpu(call: ExpertsCall, impl: str, ids_early: bool = False) -> torch.
     if not ids.shape[1] or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
         return cpu.experts_linear(call)
     with torch.cuda.device_of(x):
-        if impl == "auto" and (rows := dequantized_rows(_problem_of(call), gpu(x.device.index).capability)):
+        rows = dequantized_rows(_problem_of(call), gpu(x.device.index).capability) if impl == "auto" else 0
+        if rows and isinstance(_plan_of(call), str):
             _experts_prompt.run(call, rows, out)
             return out
         call = _dense(call)
         plan = _plan_of(call, ids_early) if impl != "triton" else "the portable kernel was requested"
         if isinstance(plan, ExpertsPlan):
             _run_tuned(call, plan, out)
+        elif isinstance(plan, ExpertsWgmmaPlan):
+            _experts_prompt.run_wgmma(call, plan, out)
         elif impl == "gluon":
             raise Unsupported(f"impl='gluon' cannot run this call: {plan}; use impl='auto', which takes the portable kernel here")
         else:
@@ -213,12 +220,21 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
 
 
-def _plan_of(call: ExpertsCall, ids_early: bool) -> ExpertsPlan | str:
+def _plan_of(call: ExpertsCall, ids_early: bool = False) -> ExpertsPlan | ExpertsWgmmaPlan | str:
     """How the tuned kernel runs a call, or why it does not."""
     x, w = call.x, call.weight
     if not all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in (w.codes, w.scales, w.offsets)):
         return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
     return _plan(_problem_of(call)._replace(ids_early=ids_early), x.device.index, pair_launches())
+
+
+def _grouped_plans(up: ExpertsCall, down: ExpertsCall) -> tuple[ExpertsWgmmaPlan, ExpertsWgmmaPlan] | None:
+    """How the grouped kernel runs both projections, if it takes both, in the same blocks of pairs."""
+    if up.weight.perm is not None or down.weight.perm is not None:
+        return None
+    first, last = _plan_of(up), _plan_of(down)
+    both = isinstance(first, ExpertsWgmmaPlan) and isinstance(last, ExpertsWgmmaPlan) and first.spec.block_m == last.spec.block_m
+    return (first, last) if both else None  # type: ignore[return-value]
 
 
 def _problem_of(call: ExpertsCall) -> ExpertsProblem:
@@ -230,9 +246,9 @@ def _problem_of(call: ExpertsCall) -> ExpertsProblem:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(problem: ExpertsProblem, device: int, use_pdl: bool) -> ExpertsPlan | str:
+def _plan(problem: ExpertsProblem, device: int, use_pdl: bool) -> ExpertsPlan | ExpertsWgmmaPlan | str:
     """The plan on GPU number `device`."""
-    return tuned_experts(problem, gpu(device), use_pdl)
+    return gluon_experts(problem, gpu(device), use_pdl)
 
 
 def _run_tuned(call: ExpertsCall, plan: ExpertsPlan, out: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from halfbyte.plans.linear_spec import ExpertsProblem, LinearPlan, LinearProblem
 from halfbyte.reference.experts import Activation
 
 #: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.
-_MOST_TOKENS, _TABLES = 64, (32, 128, 512)
+MOST_TOKENS, _TABLES = 64, (32, 128, 512)
 
 #: What a program reads in the time that splitting a tile takes.
 _SPLIT_BYTES = 48 << 10
@@ -107,8 +107,8 @@ class ExpertsPlan:
 def tuned_experts(p: ExpertsProblem, gpu: GPU, use_pdl: bool) -> ExpertsPlan | str:
     """How the tuned kernel computes a call; in words, why it cannot."""
     (experts, features, width), pairs = p.stack, p.pairs
-    if p.tokens > _MOST_TOKENS or pairs > _TABLES[-1]:
-        return f"{p.tokens} tokens of {p.top_k} experts; the tuned kernel takes up to {_MOST_TOKENS} tokens and {_TABLES[-1]} pairs"
+    if p.tokens > MOST_TOKENS or pairs > _TABLES[-1]:
+        return f"{p.tokens} tokens of {p.top_k} experts; the tuned kernel takes up to {MOST_TOKENS} tokens and {_TABLES[-1]} pairs"
     rows = block_rows(experts, p.tokens, p.top_k)
     hit, most = min(pairs, experts), min(pairs, experts + pairs // rows)
     dense = gluon_linear(LinearProblem(((p.format, features),) * hit, rows, width, p.half), gpu, use_pdl)

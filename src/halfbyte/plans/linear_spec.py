@@ -226,7 +226,7 @@ class LinearWgmmaSpec:
     block_m: int  # batch rows in a block: 32 or 64
     chunk: int  # K of a step
     stages: int
-    scales_per_copy: int
+    scales_per_copy: int  # 0: scales of odd rows are not aligned for copies, and come to registers by loads
     use_pdl: bool
     tile: int = 128  # rows of the weight: 64 for each of two warp groups
     warps_m: int = 8  # warps, which divide them
@@ -258,6 +258,11 @@ class LinearWgmmaSpec:
     def k_blocks(self) -> int:
         """Blocks of 64 k in a step: 128 bytes of x."""
         return self.chunk // 64
+
+    @property
+    def copies_scales(self) -> bool:
+        """Scales of groups have a ring."""
+        return self.weights[0].groups > 0 and self.scales_per_copy > 0
 
     @property
     def halved(self) -> bool:
@@ -300,7 +305,7 @@ class LinearWgmmaSpec:
     def shared_bytes(self) -> int:
         """Shared memory of a block: the rings of codes (the codebook behind them), scales and x, and a tile of y."""
         weight = self.weights[0]
-        scales = self.tile * self.columns(weight) * weight.scale_bytes
+        scales = self.tile * self.columns(weight) * weight.scale_bytes if self.copies_scales else 0
         stages = self.stages * (2 * self.chunk * self.block_m + scales)
         return weight.slots(self) * weight.slot_bytes(self) + stages + 2 * self.tile * self.block_m
 

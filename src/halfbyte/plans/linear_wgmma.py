@@ -24,27 +24,36 @@ def wgmma_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
         return f"compute capability {gpu.capability[0]}.{gpu.capability[1]}; wgmma needs 9.0"
     if not FEWEST_ROWS <= m <= MOST_ROWS:
         return f"M = {m}; wgmma takes {FEWEST_ROWS} to {MOST_ROWS}"
-    weight = one_weight_spec(p, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64
+    spec = wgmma_shape(p, use_pdl)
+    if isinstance(spec, str):
+        return spec
+    tiles, steps = p.tiles(spec.tile) * -(-m // spec.block_m), -(-width // spec.step)
+    programs = _programs(tiles, steps, gpu.num_sms)
+    return LinearPlan(spec, programs, tiles, steps, tiles if tiles % programs else 0, 1)
+
+
+def wgmma_shape(p: LinearProblem, use_pdl: bool, loads: bool = False) -> LinearWgmmaSpec | str:
+    """The shape of a block that computes a GEMM by warp-group MMA; in words, why none can. loads: see `wgmma_staged`."""
+    m, width, weight = p.rows, p.width, one_weight_spec(p, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64
     if isinstance(weight, str):
         return weight
     if width % (8 * weight.codes_per_word):
         return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
     # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x.
     shape = LinearWgmmaSpec((weight,) * len(p.weights), p.half, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
-    spec = (wgmma_staged(replace(shape, chunk=512), width) if m <= 32 else None) or wgmma_staged(shape, width)
-    if spec is None:
-        return f"the scales of K = {width} are not aligned for 4-byte copies, or three stages do not fit in shared memory"
-    tiles, steps = p.tiles(spec.tile) * -(-m // spec.block_m), -(-width // spec.step)
-    programs = _programs(tiles, steps, gpu.num_sms)
-    return LinearPlan(spec, programs, tiles, steps, tiles if tiles % programs else 0, 1)
+    spec = (wgmma_staged(replace(shape, chunk=512), width, loads) if m <= 32 else None) or wgmma_staged(shape, width, loads)
+    return spec or f"the scales of K = {width} are not aligned for 4-byte copies, or three stages do not fit in shared memory"
 
 
-def wgmma_staged(shape: LinearWgmmaSpec, width: int) -> LinearWgmmaSpec | None:
-    """The same with as many stages as shared memory has room for, at most 8; None with fewer than 3, or where scales do not fit."""
+def wgmma_staged(shape: LinearWgmmaSpec, width: int, loads: bool = False) -> LinearWgmmaSpec | None:
+    """The same with as many stages as shared memory has room for, at most 8; None with fewer than 3, or where scales do not fit.
+
+    loads: scales that are not aligned for copies may be loaded.
+    """
     weight = shape.weights[0]
     if weight.group:
         shape = replace(shape, scales_per_copy=scale_copy_width(shape.columns(weight), width // weight.group, weight.scale_bytes))
-        if not shape.scales_per_copy:
+        if not shape.scales_per_copy and (not loads or weight.group == 16):
             return None
     fits = [s for n in range(3, 9) if (s := replace(shape, stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
     return fits[-1] if fits else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,10 +13,12 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
-from halfbyte.kernels.linear import experts_mma, experts_prompt, experts_sort
+from halfbyte.kernels.linear import experts_mma, experts_prompt, experts_sort, experts_wgmma
 from halfbyte.plans.experts import experts_tiles
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
+from halfbyte.plans.experts_prompt import wgmma_experts
 from halfbyte.plans.linear_spec import ExpertsProblem
+from halfbyte.plans.weight_spec import multiple
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, expected_parts
 
@@ -60,9 +63,17 @@ _PROMPTS = (
 )
 
 
+#: (format, tokens, both projections) of the grouped kernel, whose results are the next one's x: blocks of 32 and of 64 pairs.
+_GROUPED = (
+    *((name, tokens, _QWEN, half) for name in WEIGHT_FORMATS for tokens, half in ((384, "fp16"), (512, ""))),
+    *(("mxfp4", tokens, _OSS, "") for tokens in (128, 512)),
+)
+
+
 def configurations() -> Iterator[Configuration]:
     """The cases' launches, which are the same on every GPU of 132 SMs; the tuned kernel's on an H100."""
     yield from _prompts()
+    yield from _grouped()
     for name, tokens, (experts, top_k, features, width, activation, options) in _CASES:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
         tiles = experts_tiles(_problem(call), num_sms=132)
@@ -70,7 +81,7 @@ def configurations() -> Iterator[Configuration]:
         given = (call.new_result(), tiles, table, empty(1, dtype=torch.float32), empty(1))
         why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
         full = _name("experts", name, tokens, call, options)
-        yield from recorded(full, functools.partial(portable.launch, call, *given), may_spill=why)
+        yield from recorded(full, partial(portable.launch, call, *given), may_spill=why)
     for name, tokens, (experts, top_k, features, width, activation, options) in _TUNED:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
         problem = _problem(call)
@@ -78,33 +89,52 @@ def configurations() -> Iterator[Configuration]:
         if isinstance(plan, ExpertsPlan):
             given = (call.new_result(), plan, empty(1, dtype=torch.float32), empty(1))
             full = _name("tuned-experts", name, tokens, call, options)
-            yield from recorded(full, functools.partial(experts_mma.launch, call, *given), targets=(90,))
+            yield from recorded(full, partial(experts_mma.launch, call, *given), targets=(90,))
+
+
+def _grouped() -> Iterator[Configuration]:
+    for name, tokens, projections, half in _GROUPED:
+        up, down = (_call(name, tokens, *one[:5], f"{one[5]} {half}") for one in projections)
+        first, last = (wgmma_experts(_problem(call), H200) for call in (up, down))
+        if isinstance(first, str) or isinstance(last, str):
+            continue
+        pairs, (features, width) = up.ids.numel(), down.weight.shape[1:]
+        x, y = (empty(pairs + first.spec.block_m, k, dtype=up.x.dtype) for k in (up.weight.shape[2], features))
+        inner, table = x.new_empty(len(x), multiple(width, last.spec.chunk)), empty(1 + first.blocks, 4)
+        onward = replace(first, spec=replace(first.spec, onward=last.spec))
+        full = _name("grouped-experts", name, tokens, up, half)
+        yield from recorded(full, partial(experts_wgmma.sorted_rows, up.x, empty(pairs), empty(pairs), first.spec), targets=(90,))
+        launches = ("", up, x, first, inner), ("-onward", up, x, onward, inner), ("-last", down, inner, last, y)
+        for kind, call, given, plan, out in launches:
+            yield from recorded(full + kind, partial(experts_wgmma.launch, call, given, table, plan, out), targets=(90,))
 
 
 def _prompts() -> Iterator[Configuration]:
     for experts, top_k in ((128, 8), (32, 4)):
         pairs, columns = 8192 * top_k, experts_sort.bins(experts)
         given = (empty(pairs // experts_sort.BLOCK, columns), empty(pairs), empty(experts + 1), empty(pairs), empty(columns))
-        yield from recorded(
-            f"experts-sort-{experts}", functools.partial(experts_sort.launch, empty(pairs, dtype=torch.int64), *given)
-        )
+        launch = partial(experts_sort.launch, empty(pairs, dtype=torch.int64), *given)
+        yield from recorded(f"experts-sort-{experts}", launch)
+        for block in (32, 64):
+            listed = recorded(f"experts-sort-{experts}-{block}", partial(launch, empty(experts + pairs // block, 4), block))
+            yield from listed[-1:]  # the others are the same
     for name, (experts, top_k, features, width, activation, options) in _PROMPTS:
         call = _call(name, 8192, experts, top_k, features, width, activation, options)
         pairs, y = empty(8192 * top_k), empty(8192 * top_k, features, dtype=torch.bfloat16)
         full = _name("experts-prompt", name, 8192, call, options)
-        gather = functools.partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16), pairs)
+        gather = partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16), pairs)
         yield from recorded(full, gather)
-        yield from recorded(full, functools.partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
+        yield from recorded(full, partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
         if call.gates is None:
             by_expert = call._replace(ids=empty(8192 * top_k, 1))
             inner = empty(8192 * top_k, features // 2, dtype=torch.bfloat16)
-            yield from recorded(f"{full}-sorted", functools.partial(experts_prompt.combine, by_expert, y, None, 0, inner))
+            yield from recorded(f"{full}-sorted", partial(experts_prompt.combine, by_expert, y, None, 0, inner))
     for name, act_order in (*((name, False) for name in WEIGHT_FORMATS), ("int4_g128", True)):
         fmt, shape = WEIGHT_FORMATS[name], (128, 1536, 2048)
         parts = {part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape, act_order=act_order).items()}
         values = empty(128, 1024, 2048, dtype=torch.bfloat16)
         given = (QuantTensor(fmt, shape, **parts), empty(129), values, 0)
-        yield from recorded(f"experts-{name}{'-act-order' * act_order}", functools.partial(launch_experts, *given))
+        yield from recorded(f"experts-{name}{'-act-order' * act_order}", partial(launch_experts, *given))
 
 
 def _call(

@@ -112,7 +112,7 @@ def _output_layout(C):
 
 
 @gluon.jit
-def _activated(y, C: gl.constexpr):
+def activated(y, C: gl.constexpr):
     """[n, M] -> [n / 2, M], see `Activation`; as it is without one."""
     if C.activation is not None:
         A: gl.constexpr = C.activation
@@ -132,7 +132,7 @@ def _activated(y, C: gl.constexpr):
 
 
 @gluon.jit
-def _results(v, expert, n0, weights, S: gl.constexpr, C: gl.constexpr):
+def results(v, expert, n0, weights, S: gl.constexpr, C: gl.constexpr):
     """The sums [tile, rows] of a tile with what is left of the scales, and the bias."""
     N = weights.features[0]
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
@@ -152,7 +152,7 @@ def _write_pairs(v, n0, block, weights, C: gl.constexpr):
     """Results [tile, rows] to the rows of out that belong to the block's pairs."""
     first, count = block
     width = weights.features[0] // C.halves
-    v = _activated(v, C)
+    v = activated(v, C)
     m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     pair = entry(C.order_at, first + gl.minimum(m, count - 1)) & 1023
     n = n0 // C.halves + gl.arange(0, C.tile // C.halves, layout=gl.SliceLayout(1, v.type.layout))[:, None]
@@ -278,7 +278,7 @@ def experts(
                     v = sum_partials(Partials, offsets, first, last, program, v, C)
             if whole_tile:
                 expert, n0, first_pair, count = block_at(tile, tiles, weights, C)
-                _write_pairs(_results(v, expert, n0, weights, S, C), n0, (first_pair, count), weights, C)
+                _write_pairs(results(v, expert, n0, weights, S, C), n0, (first_pair, count), weights, C)
             acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             begin = 0
             step = 0

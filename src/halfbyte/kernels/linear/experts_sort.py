@@ -3,7 +3,9 @@
     place(p) = pairs of smaller experts + pairs of the same expert in blocks before + such pairs before p in its block
 
 The first launch counts the pairs of each expert in each block, the second adds up what lies in blocks before, the third adds up the
-pairs of smaller experts and writes. A number that is no expert counts as E, which comes last.
+pairs of smaller experts and writes. A number that is no expert counts as E, which comes last. It also lists blocks of each
+expert's pairs, if asked to: how many there are; then for each its expert, that one's first block, its first pair, and the number
+behind its last.
 """
 
 from __future__ import annotations
@@ -46,14 +48,38 @@ def _add(counts, totals, blocks, BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 
 @triton.jit(do_not_specialize=["S", "E"])
-def _place(ids, counts, totals, order, starts, experts, S, E, BLOCK: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr):
-    """Each pair of a block in its place; the first program writes where experts begin."""
+def _place(
+    ids,
+    counts,
+    totals,
+    order,
+    starts,
+    experts,
+    blocks,
+    S,
+    E,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+    OF: tl.constexpr,
+):
+    """Each pair of a block in its place; the first program writes where experts begin, and their blocks of OF pairs."""
     base = tl.program_id(0) * BLOCK
     p, bins = base + tl.arange(0, BLOCK), tl.arange(0, BINS)
     expert, total = _expert(ids, p, S, E), tl.load(totals + bins)
     start = tl.cumsum(total, 0) - total
     if tl.program_id(0) == 0:
         tl.store(starts + bins, start, mask=bins <= E)
+        if blocks is not None:
+            own = tl.where(bins < E, tl.cdiv(total, OF), 0)
+            first = tl.cumsum(own, 0) - own
+            tl.store(blocks, tl.sum(own))
+            for i in tl.range(0, tl.max(own)):
+                at = blocks + 4 * (1 + first + i)
+                tl.store(at, bins, mask=i < own)
+                tl.store(at + 1, first, mask=i < own)
+                tl.store(at + 2, start, mask=i < own)
+                tl.store(at + 3, start + total, mask=i < own)
     place = tl.gather(start, expert, 0) + tl.load(counts + tl.program_id(0) * BINS + expert)
     for first in tl.range(0, BLOCK, AT_A_TIME):
         other = base + first + tl.arange(0, AT_A_TIME)
@@ -69,10 +95,21 @@ def bins(experts: int) -> int:
 
 
 def launch(
-    ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, experts: torch.Tensor, totals: torch.Tensor
+    ids: torch.Tensor,
+    counts: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    experts: torch.Tensor,
+    totals: torch.Tensor,
+    table: torch.Tensor | None = None,
+    block: int = 1,
 ) -> None:
-    """ids [S], integers; the others int32: counts [blocks, bins], order and experts [S], starts [E + 1], totals [bins]."""
+    """ids [S], integers; the others int32: counts [blocks, bins], order and experts [S], starts [E + 1], totals [bins].
+
+    table [at least 1 + the blocks of `block` pairs of an expert, 4]: the list of these.
+    """
     (blocks, columns), pairs, count = counts.shape, len(ids), len(starts) - 1
     _count[(blocks,)](ids, counts, pairs, count, BLOCK, columns, num_warps=4)
     _add[(columns // _COLUMNS,)](counts, totals, blocks, columns, _ROWS, _COLUMNS, num_warps=8)
-    _place[(blocks,)](ids, counts, totals, order, starts, experts, pairs, count, BLOCK, columns, _AT_A_TIME, num_warps=4)
+    given = (ids, counts, totals, order, starts, experts, table, pairs, count)
+    _place[(blocks,)](*given, BLOCK, columns, _AT_A_TIME, block, num_warps=4)

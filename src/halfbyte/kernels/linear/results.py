@@ -45,7 +45,7 @@ def output_layout(C):
 
 
 @gluon.constexpr_function
-def _row_layout(C):
+def row_layout(C):
     """[tile, M]: a thread writes 8 neighbours of a row of y."""
     lanes = min(32, C.tile // 8)
     return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, C.warps], [0, 1])
@@ -73,7 +73,7 @@ def write_tile(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr)
     v = _scaled(v, n, N, scales, bias, factor, weights.biases[0] is not None, S, C).to(out.dtype.element_ty)
     if C.sums > 16:
         # Warp-group MMAs leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
-        v = gl.convert_layout(v, _row_layout(C))
+        v = gl.convert_layout(v, row_layout(C))
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < M) & (n < N))

@@ -55,7 +55,7 @@ def weight_rings(S: gl.constexpr, C: gl.constexpr):
     """Shared memory: codes and scales of each stage. Codes come first: a table behind them is read by its address."""
     codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.k_slices, C.tile, S.words(C)], code_ring_layout(S.words(C)))
     scales = codes
-    if S.groups > 0:
+    if C.copies_scales:
         scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
         scales = gl.allocate_shared_memory(scale_type, [C.stages, C.tile, C.columns(S)], plain(2))
     return codes, scales
@@ -111,15 +111,22 @@ def _copy_scales(ring, pointers, rows, columns, S: gl.constexpr, C: gl.constexpr
 def weight_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
     """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
     codes, scales, _, _, _, _, N, n0 = place(tile, weights, C)
+    codes, scales = rows_at(codes, scales, n0, step, K, S, C)
+    return codes, scales, N - n0
+
+
+@gluon.jit
+def rows_at(codes, scales, n0, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Addresses of codes and scales of a step from row n0 of a matrix on."""
     layout: gl.constexpr = code_copy_layout(C, S.words(C))
     w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     width = K // (8 * S.codes_per_word) * 8  # words of a row: whole 16-byte pieces
     codes = codes + (n0.to(gl.int64) * width + step * (C.k_slices * S.words(C))) + (row * width + (w * S.words(C) + c))
-    if S.groups > 0:
+    if C.copies_scales:
         scales = _scale_pointers(scales, n0, step, K, S, C)
-    return codes, scales, N - n0
+    return codes, scales
 
 
 @gluon.jit
@@ -136,7 +143,7 @@ def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
         c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
         copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (w * S.words(C) + c < left // (8 * S.codes_per_word) * 8))
     codes += C.k_slices * S.words(C)
-    if S.groups > 0:
+    if C.copies_scales:
         columns = left // (S.group * C.scales_per_copy) * C.scales_per_copy
         _copy_scales(rings[1].index(slot), scales, rows, columns, S, C)
         scales += C.columns(S)

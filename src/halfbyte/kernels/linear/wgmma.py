@@ -52,7 +52,7 @@ ORDER_BLOCK = 1024
 
 
 @gluon.jit
-def _make_rings(S: gl.constexpr, C: gl.constexpr):
+def make_rings(S: gl.constexpr, C: gl.constexpr):
     """Shared memory: codes, scales and x of each stage; zero points have no ring here."""
     codes, scales = weight_rings(S, C)
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -68,7 +68,7 @@ def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _x_of(ring, slot, C: gl.constexpr):
+def x_of(ring, slot, C: gl.constexpr):
     """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group MMAs read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     shape: gl.constexpr = [C.k_blocks, C.block_m, 64]
@@ -90,17 +90,26 @@ def _next(tile, block, step, at, steps, blocks, weights, K, S: gl.constexpr, C: 
 
 @gluon.jit
 def _load_zeros(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
-    """Zero points of a step, one for each scale: too few bytes of a row for cp.async. 0 where there are none."""
-    zeros = 0
-    if S.zero:
+    """Zero points of a step, one for each scale; 0 where there are none."""
+    _, _, base, _, _, _, N, n0 = place(tile, weights, C)
+    return load_groups(base, n0, n0, N, step, K, S.zero, S, C)
+
+
+@gluon.jit
+def load_groups(base, first, n0, N, step, K, wanted: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Numbers of groups that have too few bytes a row for cp.async, in a step of rows n0 .. N; 0 if not `wanted`.
+
+    first: where row n0 lies in `base`.
+    """
+    found = 0
+    if wanted:
         G: gl.constexpr = C.columns(S)
         layout: gl.constexpr = scale_layout(C, G)
-        _, _, base, _, _, _, N, n0 = place(tile, weights, C)
         row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
         c = step * G + gl.arange(0, G, layout=gl.SliceLayout(0, layout))[None, :]
         width = K // S.group
-        zeros = gl.load(base + n0.to(gl.int64) * width + (row * width + c), mask=(row < N - n0) & (c < width), other=0)
-    return zeros
+        found = gl.load(base + first.to(gl.int64) * width + (row * width + c), mask=(row < N - n0) & (c < width), other=0)
+    return found
 
 
 @gluon.jit
@@ -111,7 +120,7 @@ def _fetch_x(ring, slot, X, block, step, steps, C: gl.constexpr):
     m = gl.arange(0, C.block_m, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     piece = (block * steps + step).to(gl.int64) * (C.block_m * C.chunk)
-    copy_to_shared(_x_of(ring, slot, C), X + piece + (b * (C.block_m * 64) + (m * 64 + k)))
+    copy_to_shared(x_of(ring, slot, C), X + piece + (b * (C.block_m * 64) + (m * 64 + k)))
 
 
 @gluon.jit
@@ -146,7 +155,7 @@ def _x_operand(x, unit: gl.constexpr, depth: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(acc, p, pending, S: gl.constexpr, C: gl.constexpr):
+def scaled(acc, p, pending, S: gl.constexpr, C: gl.constexpr):
     """acc and the sums of a group that its products have just completed; `pending` is that group's scale."""
     if C.direct:
         return p
@@ -155,16 +164,18 @@ def _scaled(acc, p, pending, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
+def multiply(acc, p, pending, rings, slot, zero, scale, S: gl.constexpr, C: gl.constexpr):
     """One step's MMAs, of which the last is left under way: acc, its sums p, and the scale that these still need.
 
-    Those of a group are summed by the tensor cores, and scaled when the next are under way.
+    scale: what the ring has not. Products of a group are summed by the tensor cores, and scaled when the next are under way.
     """
     codes = _codes_of(rings[0], slot, S, C)
     scales = ()
     zeros = ()
     if S.group == 16:
         scales = sixteenths(rings[1].index(slot), S, C)
+    elif S.groups > 0 and not C.copies_scales:
+        scales = _columns(scale, C)
     elif S.groups > 0:
         scales = _columns(rings[1].index(slot).load(scale_layout(C, C.columns(S))), C)
     if S.zero:
@@ -185,10 +196,10 @@ def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constex
         else:
             p = warpgroup_mma(a, x, none, use_acc=False, is_async=True)
             if unit > 0 or C.carried:
-                acc = _scaled(acc, done, pending, S, C)
+                acc = scaled(acc, done, pending, S, C)
             pending = _scale_of(scales[unit * depth // S.group], S, C)
     if not C.carried:
-        acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
+        acc = scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
         p = warpgroup_mma_init(none)
         pending = gl.full([C.tile, 1], 0.0, gl.float32, sums_layout(C))
     return acc, p, pending
@@ -208,7 +219,7 @@ def linear(
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = sums_layout(C)
     ahead: gl.constexpr = C.stages - 2
-    rings = _make_rings(S, C)
+    rings = make_rings(S, C)
     steps = (K + C.chunk - 1) // C.chunk
     blocks = (M + C.block_m - 1) // C.block_m
     tiles = 0
@@ -270,11 +281,11 @@ def linear(
                 at = fetch_weight(rings, free, at, next_step, K, S, C)
             async_copy.commit_group()
             next_tile, next_block, next_step, at = _next(next_tile, next_block, next_step, at, steps, blocks, weights, K, S, C)
-            acc, p, pending = _multiply(acc, p, pending, rings, slot, zero, S, C)
+            acc, p, pending = multiply(acc, p, pending, rings, slot, zero, 0, S, C)
             step += 1
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         if C.carried:
-            acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
+            acc = scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
         first_row = block * C.block_m
         if (begin == 0) & (step == steps):
             write_tile(acc, tile, first_row, M, weights, S, C)

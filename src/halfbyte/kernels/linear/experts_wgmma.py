@@ -1,0 +1,228 @@
+"""`experts_linear` for prompts, in Gluon: the kernel of linear/wgmma.py on the pairs of each expert of a stack.
+
+    y[p, n] = sum_k x[p, k] W[e(p), n, k] + bias[e(p), n]      for pairs p of a token and an expert, sorted by expert
+
+then, with an activation, columns 2n and 2n + 1 are a gate and its up projection and become one number.
+
+The pairs of an expert are cut into blocks of C.block_m, which the sort lists (linear/experts_sort.py). A tile is a block times
+C.tile rows of its expert's weight. Tiles of an expert follow each other, its blocks innermost, so that those which run at the same
+time read the same weights and the same x. With P programs each takes every P-th tile, whole, and reads ahead into the next.
+Rings and products are those of linear/wgmma.py. A small kernel ahead (`gather`) sorts x and brings k into the order of the
+operands; rows behind a block's last belong to others, and what becomes of them is not written.
+"""
+
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
+
+from halfbyte.kernels.common.compat import barrier, copy_to_shared
+from halfbyte.kernels.common.shares import quotient
+from halfbyte.kernels.linear.experts_mma import activated, results
+from halfbyte.kernels.linear.results import row_layout
+from halfbyte.kernels.linear.ring import Weights, fetch_weight, rows_at
+from halfbyte.kernels.linear.unpack import make_codebook
+from halfbyte.kernels.linear.wgmma import load_groups, make_rings, multiply, scaled, x_of
+from halfbyte.kernels.linear.wgmma_operands import in_order, sums_layout, x_copy_layout
+from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, ExpertsWgmmaSpec
+from halfbyte.reference.experts import ExpertsCall
+
+#: Rows and columns of x that a program of `gather` takes.
+_ROWS, _COLUMNS = 4, 1024
+
+
+@gluon.jit
+def _entry(tile, tiles, Blocks, columns):
+    """A tile, and what the table says of its block; beyond all tiles the last one."""
+    tile = gl.maximum(gl.minimum(tile, tiles - 1), 0)
+    at = Blocks + 4 * (1 + quotient(tile, columns))
+    return tile, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@gluon.jit
+def _place(entry, columns, C: gl.constexpr):
+    """Of a tile: its expert, its first row there, its first pair, and the number behind the expert's last."""
+    tile, expert, first_block, start, end = entry
+    own = tile - first_block * columns
+    blocks = gl.maximum((end - start + C.block_m - 1) // C.block_m, 1)
+    column = quotient(own, blocks)
+    return expert, column * C.tile, start + (own - column * blocks) * C.block_m, end
+
+
+@gluon.jit
+def _weight_at(expert, n0, weights, K, S: gl.constexpr, C: gl.constexpr):
+    """As `weight_at`, of the first step from row n0 of an expert on."""
+    N = weights.features[0]
+    codes, scales = rows_at(weights.codes[0], weights.scales[0], expert * N + n0, 0, K, S, C)
+    return codes, scales, N - n0
+
+
+@gluon.jit
+def _fetch_x(ring, slot, X, first, step, steps, C: gl.constexpr):
+    """Ask for x of one step of the rows from `first` on."""
+    layout: gl.constexpr = x_copy_layout(C)
+    b = gl.arange(0, C.k_blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    m = gl.arange(0, C.block_m, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    width = steps * C.chunk
+    copy_to_shared(x_of(ring, slot, C), X + (first.to(gl.int64) * width + step * C.chunk) + (m * width + (b * 64 + k)))
+
+
+@gluon.jit
+def _write(v, expert, n0, first, end, weights, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile to its pairs' rows of y."""
+    out = weights.outs[0]
+    half: gl.constexpr = out.dtype.element_ty
+    width = weights.features[0] // C.halves
+    v = results(v, expert, n0, weights, S, C).to(half)
+    if C.onward is not None:  # zeros behind the last column: it may be another one in their order
+        To: gl.constexpr = C.onward
+        T: gl.constexpr = To.weights[0]
+        width = (width + To.chunk - 1) // To.chunk * To.chunk
+        v = gl.permute(gl.reshape(v, [64, C.halves, C.block_m]), [1, 2, 0])
+        v = gl.reshape(gl.permute(in_order(v, T, To), [2, 0, 1]), [C.tile, C.block_m])
+    v = gl.convert_layout(v, row_layout(C))
+    v = activated(v.to(gl.float32), C).to(half)
+    n = n0 // C.halves + gl.arange(0, C.tile // C.halves, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = first + gl.arange(0, C.block_m, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    gl.store(out + (m.to(gl.int64) * width + n), v, mask=(m < end) & (n < width))
+
+
+@gluon.jit
+def experts(
+    X,  # [S + C.block_m, steps * C.chunk] as `gather` wrote it
+    Blocks,  # int32 [blocks + 1, 4], see linear/experts_sort.py
+    K,
+    weights: Weights,  # of one stack: N of its features are an expert
+    C: gl.constexpr,
+):
+    """One program's tiles."""
+    S: gl.constexpr = C.weights[0]
+    mma: gl.constexpr = sums_layout(C)
+    ahead: gl.constexpr = C.stages - 2
+    rings = make_rings(S, C)
+    if S.kind == "table":
+        make_codebook(rings[0], S, C)
+    N = weights.features[0]
+    codes = weights.codes[0]
+    scales = weights.scales[0]
+    zeros = codes if weights.zeros[0] is None else weights.zeros[0]
+    steps = (K + C.chunk - 1) // C.chunk
+    columns = (N + C.tile - 1) // C.tile
+    tiles = gl.load(Blocks) * columns
+    tile = gl.program_id(0)
+    programs = gl.num_programs(0)
+    end = quotient(gl.maximum(tiles - tile + programs - 1, 0), programs) * steps
+    expert, n0, first, last = _place(_entry(tile, tiles, Blocks, columns), columns, C)
+    entry = _entry(tile + programs, tiles, Blocks, columns)
+    loads: gl.constexpr = S.groups > 0 and not C.copies_scales
+    zero_next = load_groups(zeros, expert * N + n0, n0, N, 0, K, S.zero, S, C)
+    scale_next = load_groups(scales, expert * N + n0, n0, N, 0, K, loads, S, C)
+    at = _weight_at(expert, n0, weights, K, S, C)
+    next_tile, next_step, next_first = tile, 0, first
+    for i in gl.static_range(ahead):
+        if i < end:
+            _fetch_x(rings[2], i, X, next_first, next_step, steps, C)
+            at = fetch_weight(rings, i, at, next_step, K, S, C)
+        async_copy.commit_group()
+        next_step += 1
+        if next_step == steps:
+            next_step = 0
+            next_tile += programs
+            next_expert, next_n0, next_first, _ = _place(_entry(next_tile, tiles, Blocks, columns), columns, C)
+            at = _weight_at(next_expert, next_n0, weights, K, S, C)
+    slot = 0
+    now = 0
+    while now < end:
+        acc = gl.full([C.tile, C.block_m], 0.0, gl.float32, mma)
+        pending = gl.full([C.tile, 1], 0.0, gl.float32, mma)
+        p = warpgroup_mma_init(acc)
+        tile += programs
+        behind = _place(entry, columns, C)
+        entry = _entry(tile + programs, tiles, Blocks, columns)  # a tile early: it takes a trip to the L2 cache
+        for step in range(steps):
+            zero = zero_next
+            scale = scale_next
+            over = step + 1 == steps
+            row = gl.where(over, behind[0] * N + behind[1], expert * N + n0)
+            row_n0 = gl.where(over, behind[1], n0)
+            zero_next = load_groups(zeros, row, row_n0, N, gl.where(over, 0, step + 1), K, S.zero, S, C)
+            scale_next = load_groups(scales, row, row_n0, N, gl.where(over, 0, step + 1), K, loads, S, C)
+            async_copy.wait_group(ahead - 1)
+            barrier()
+            fence_async_shared()
+            # Into the slot of two steps before: MMAs of the step before may still be running.
+            if now + ahead < end:
+                free = gl.where(slot >= 2, slot - 2, slot + ahead)
+                _fetch_x(rings[2], free, X, next_first, next_step, steps, C)
+                at = fetch_weight(rings, free, at, next_step, K, S, C)
+            async_copy.commit_group()
+            next_step += 1
+            if next_step == steps:
+                next_step = 0
+                next_tile += programs
+                next_expert, next_n0, next_first, _ = _place(_entry(next_tile, tiles, Blocks, columns), columns, C)
+                at = _weight_at(next_expert, next_n0, weights, K, S, C)
+            acc, p, pending = multiply(acc, p, pending, rings, slot, zero, scale, S, C)
+            now += 1
+            slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+        if C.carried:
+            acc = scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
+        _write(acc, expert, n0, first, last, weights, S, C)
+        expert, n0, first, last = behind
+    async_copy.wait_group(0)
+
+
+@gluon.jit(do_not_specialize=["S"])
+def gather(X, Order, Place, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Rows of x, one for `pairs` pairs each -> y [S, steps * C.chunk], sorted: k in the order of the operands, zeros beyond x.
+
+    place: where each pair went.
+    """
+    Weight: gl.constexpr = C.weights[0]  # by a name: Triton 3.6 does not pass it on otherwise
+    layout: gl.constexpr = gl.BlockedLayout([ROWS, 8], [1, 32], [1, 4], [1, 0])
+    m = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    k = gl.program_id(0) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    pair = gl.load(Order + m, mask=m < S, other=0)
+    if gl.program_id(0) == 0:
+        gl.store(Place + pair, m, mask=m < S)
+    row = gl.expand_dims(pair // pairs, 1).to(gl.int64)
+    m = gl.expand_dims(m, 1)
+    x = gl.load(X + (row * x_stride + k), mask=(k < K) & (m < S), other=0.0)
+    x = in_order(gl.reshape(x, [ROWS * COLUMNS // 64, 1, 64]), Weight, C)
+    width = (K + C.chunk - 1) // C.chunk * C.chunk
+    x = gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
+    gl.store(Y + (m.to(gl.int64) * width + k), x, mask=(k < width) & (m < S))
+
+
+# ------------------------------------------------------------------------------------------------------------- host code
+
+
+def sorted_rows(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, spec: ExpertsWgmmaSpec) -> torch.Tensor:
+    """x [rows, K], whose columns are neighbors, as `launch` takes it, in `order` [S]; place [S], int32: where each pair went."""
+    rows, width = len(order), -(-x.shape[1] // spec.chunk) * spec.chunk
+    y = x.new_empty(rows + spec.block_m, width)
+    given = (x, order, place, y, rows, x.shape[1], x.stride(0), rows // len(x))
+    gather[(-(-width // _COLUMNS), -(-rows // _ROWS))](*given, C=spec, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    return y
+
+
+def launch(call: ExpertsCall, x: torch.Tensor, blocks: torch.Tensor, plan: ExpertsWgmmaPlan, out: torch.Tensor) -> None:
+    """out [S, N], or N / 2 with an activation: x, from `sorted_rows`, times the weights of its experts; rows of none are left.
+
+    With `onward` out is itself as the next launch takes its x; columns from the last 64 on, if any, are zeros already.
+
+    blocks: the table of the sort. The call's stack and bias are contiguous, codes, scales and zero points aligned to 16 bytes.
+    """
+    stack, spec = call.weight, plan.spec
+    weights = Weights(
+        *((stack.codes.view(torch.int16),), (stack.scales,), (stack.offsets,), (call.bias,), (stack.tensor_scale,)),
+        outs=(out,),
+        features=(stack.shape[1],),
+    )
+    experts[(plan.programs,)](x, blocks, stack.shape[2], weights, C=spec, num_warps=spec.warps, maxnreg=255)
