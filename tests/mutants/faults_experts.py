@@ -10,7 +10,7 @@ KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
 SORT = "kernels/linear/experts_sort.py"
 PROMPT, ROWS, BLOCKS = "kernels/linear/experts_prompt.py", "kernels/dequantize.py", "ops/_experts_prompt.py"
 CALLED, FP8, EXTERNAL = "hf/called_experts.py", "checkpoints/fp8.py", "hf/external.py"
-TUNED, TABLE, SUM = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum"))
+TUNED, TABLE, SUM, GROUPED = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum", "wgmma"))
 
 experts = tests_of("test_experts.py")
 kernel = tests_of("interpreted/test_triton_experts.py")
@@ -152,6 +152,41 @@ EXPERTS = [
         kernel("test_pairs_are_sorted_as_torch_sorts_them[257-30]"),
     ),
     Mutant(
+        "an expert's block of pairs that is not full is not listed",
+        SORT,
+        "_place",
+        Rewrite("tl.cdiv(_t, OF)", "_t // OF"),
+        kernel("test_blocks_of_sorted_pairs"),
+    ),
+    Mutant(
+        "the pairs of an expert end one early in the list of blocks",
+        SORT,
+        "_place",
+        Rewrite("tl.store(at + 3, _s + _t, mask=_m)", "tl.store(at + 3, _s + _t - 1, mask=_m)"),
+        kernel("test_blocks_of_sorted_pairs"),
+    ),
+    Mutant(
+        "every block of the grouped kernel has its expert's first pairs",
+        GROUPED,
+        "_place",
+        Rewrite("_s + (_o - _c * _b) * C.block_m", "_s"),
+        tuned("test_one_expert_takes_all[130]"),
+    ),
+    Mutant(
+        "every expert has the weights of the first in the grouped kernel",
+        GROUPED,
+        "_weight_at",
+        Rewrite("expert * _n + n0", "n0"),
+        tuned("test_any_ids[True-1-4]"),
+    ),
+    Mutant(
+        "the grouped kernel writes rows of other experts",
+        GROUPED,
+        "_write",
+        Rewrite("(_m < end) & (_n < _w)", "_n < _w"),
+        tuned("test_any_ids[True-1-4]"),
+    ),
+    Mutant(
         "all pairs of an expert are one block of the tuned kernel",
         TABLE,
         "_blocks",
@@ -182,7 +217,7 @@ EXPERTS = [
     Mutant(
         "every expert has the bias of the first in the tuned kernel",
         TUNED,
-        "_results",
+        "results",
         Rewrite("weights.biases[0] + row", "weights.biases[0] + n"),
         tuned("test_any_ids[True-8]"),
     ),
