@@ -261,7 +261,7 @@ class LinearWgmmaSpec:
 
     @property
     def copies_scales(self) -> bool:
-        """Scales of groups have a ring."""
+        """Group scales have a ring."""
         return self.weights[0].groups > 0 and self.scales_per_copy > 0
 
     @property

@@ -180,7 +180,7 @@ def experts(
 
 @gluon.jit(do_not_specialize=["S"])
 def gather(X, Order, Place, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Rows of x, one for `pairs` pairs each -> y [S, steps * C.chunk], sorted: k in the order of the operands, zeros beyond x.
+    """x, one row for `pairs` pairs -> y [S, steps * C.chunk], sorted: k in the order of the operands, zeros beyond x.
 
     place: where each pair went.
     """
