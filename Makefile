@@ -102,8 +102,8 @@ compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and
 ON_GPU := PYTHONPATH=src:tests HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 
 # Compiling takes most of the time: the drawn calls use all cores by themselves, the other tests with pytest-xdist, if it is there.
-# Huge caches need most of the memory of a GPU of 80 GB, so they run alone.
-SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --dist worksteal -p no:benchmark")' 2>/dev/null)
+# Huge caches need most of the memory of a GPU of 80 GB, so they run alone; mixtures take 12 GB a process.
+SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --maxprocesses 6 --dist worksteal -p no:benchmark")' 2>/dev/null)
 gpu-test:      ## the GPU's suite with PYTHON=..., which must have torch, triton and pytest
 	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "accuracy_promise or kernel_times or huge"
 	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "not accuracy_promise and not kernel_times and not huge" $(SPREAD)
