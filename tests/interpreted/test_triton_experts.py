@@ -280,7 +280,7 @@ def test_which_prompts_dequantize() -> None:
 def test_blocks_of_prompts(name: str, half: str) -> None:
     """Larger ones for more pairs, but where sums of 32 k are scaled; the table has room for all of them, whatever the ids are."""
     problem = ExpertsProblem(WEIGHT_FORMATS[name], (128, 1536, 2048), 384, 8, half)
-    for tokens in (384, 385, 8192):
+    for tokens in (384, 385, 4096):
         found = gluon_experts(problem._replace(tokens=tokens), H200, use_pdl=True)
         assert isinstance(found, ExpertsWgmmaPlan)
         small = tokens == 384 or name.endswith(("int4_g32", "sym_g32", "g32_fp32")) or (name, half) == ("mxfp4", "fp16")
@@ -294,6 +294,7 @@ def test_blocks_of_prompts(name: str, half: str) -> None:
     ("more", "capability", "why"),
     [
         ({"tokens": 8193}, (9, 0), "65544 pairs of a token and one of 128 experts; wgmma takes up to 512"),
+        ({"format": WEIGHT_FORMATS["mxfp4"], "tokens": 4097}, (9, 0), "wgmma takes up to 256"),
         ({}, (10, 0), "compute capability 10.0; wgmma needs 9.0"),
         ({"stack": (128, 1536, 2056)}, (9, 0), "not a multiple of 16"),
         ({"format": WEIGHT_FORMATS["nf4_dq"]}, (9, 0), "portable kernel only"),

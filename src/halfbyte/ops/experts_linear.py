@@ -57,9 +57,10 @@ def experts_linear(
     gates       [T, top_k]: the weights of the sum over a token's experts, which is computed in fp32 in the order of ids
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
-    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs; Hopper: 512 pairs per
-                expert) and "triton" (portable); "cpu", or "reference" (float64). "auto" dequantizes experts for larger bf16 prompts
-                on Hopper, from 96 pairs per expert on Blackwell: at most 512 MiB at a time (or 128 rows of each)
+    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs; on Hopper any fp16,
+                bf16 up to 512 pairs per expert, 256 with groups below 64) and "triton" (portable); "cpu", or "reference"
+                (float64). "auto" dequantizes experts for larger bf16 prompts on Hopper, from 96 pairs per expert on Blackwell: at
+                most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
     """

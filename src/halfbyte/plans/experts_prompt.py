@@ -16,8 +16,9 @@ from halfbyte.reference.experts import Activation
 _PAIRS = 96
 #: Bytes of dequantized weights at a time, and rows of each expert at least.
 SCRATCH_BYTES, _FEWEST_ROWS = 512 << 20, 128
-#: The most pairs for each expert that warp-group MMA takes, and up to which a block has 32 of them.
-_MOST_PAIRS, _FEW_PAIRS = 512, 24
+#: The most pairs for each expert that warp-group MMA takes in bf16, with groups below 64 and with larger ones: more are faster
+#: dequantized. Up to _FEW_PAIRS a block has 32 of them. Measured with int4_g128 and mxfp4 (docs/internals/log/linear.md).
+_MOST_PAIRS, _FEW_PAIRS = (256, 512), 24
 #: Generations of GPUs whose grouped GEMM (`torch.nn.functional.grouped_mm`, bf16) reads its groups on the device.
 _GROUPED = (9, 10)
 
@@ -73,8 +74,9 @@ def wgmma_experts(p: ExpertsProblem, gpu: GPU) -> ExpertsWgmmaPlan | str:
     experts, features, width = p.stack
     if not supports_wgmma(gpu.capability):
         return f"compute capability {gpu.capability[0]}.{gpu.capability[1]}; wgmma needs 9.0"
-    if p.pairs > _MOST_PAIRS * experts:
-        return f"{p.pairs} pairs of a token and one of {experts} experts; wgmma takes up to {_MOST_PAIRS} for each expert"
+    most = _MOST_PAIRS[p.format.group_size(width) >= 64]
+    if p.half == "bf16" and p.pairs > most * experts:
+        return f"{p.pairs} pairs of a token and one of {experts} experts; wgmma takes up to {most} for each expert"
     dense = wgmma_shape(LinearProblem(((p.format, features),), 64, width, p.half), use_pdl=False, loads=True)
     if not isinstance(dense, str) and (p.pairs <= _FEW_PAIRS * experts or (dense.halved and not dense.fold)):
         # Where sums of 32 k are scaled, a block of 64 pairs has too few registers.
