@@ -141,6 +141,7 @@ def _sorted_by_torch() -> AbstractContextManager[Any]:
         starts = torch.searchsorted(found, torch.arange(experts + 1)).int()
         blocks = -(-starts.diff() // block)
         owners = torch.arange(experts).repeat_interleave(blocks)
+        table.fill_(12345677)  # what is no block may be anything
         table[0] = len(owners)
         rows = torch.stack((torch.arange(experts), blocks.cumsum(0) - blocks, starts[:-1], starts[1:]), 1)
         table[1 : 1 + len(owners)] = rows[owners]

@@ -38,10 +38,12 @@ _ROWS, _COLUMNS = 4, 1024
 
 @gluon.jit
 def _entry(tile, tiles, Blocks, columns):
-    """A tile, and what the table says of its block; beyond all tiles the last one."""
+    """A tile, and what the table says of its block; beyond all tiles the last one. Zeros without any: there is no block then."""
     tile = gl.maximum(gl.minimum(tile, tiles - 1), 0)
     at = Blocks + 4 * (1 + quotient(tile, columns))
-    return tile, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    there = tiles > 0
+    expert, first_block = gl.load(at, mask=there, other=0), gl.load(at + 1, mask=there, other=0)
+    return tile, expert, first_block, gl.load(at + 2, mask=there, other=0), gl.load(at + 3, mask=there, other=0)
 
 
 @gluon.jit
