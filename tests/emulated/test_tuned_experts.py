@@ -166,8 +166,9 @@ def test_act_order_and_strides(tokens: int) -> None:
 
 
 def test_what_the_kernel_refuses() -> None:
-    for weight, tokens, why in [("int4_g32", 1040, "up to 512"), ("nf4_dq", 1, "portable kernel only")]:
-        case = Mixture(normal(tokens, 128).half(), stack(weight, 2, 32, 128), routed(tokens, 1, 2))
+    refused = [("int4_g32", 513, "up to 256"), ("int4_g64", 1025, "up to 512"), ("nf4_dq", 1, "portable kernel only")]
+    for weight, tokens, why in refused:
+        case = Mixture(normal(tokens, 128).bfloat16(), stack(weight, 2, 32, 128), routed(tokens, 1, 2))
         with pytest.raises(Refused, match=why):
             mix(case, ORDERS[0])
 
