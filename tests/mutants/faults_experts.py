@@ -226,7 +226,7 @@ EXPERTS = [
         SUM,
         "weighted_sums",
         Rewrite("(_e >= 0) & (_e < _n)", "_e < _n"),
-        tuned("test_no_id_is_an_expert[1-True]"),
+        tuned("test_no_id_is_an_expert[1-int8_g128-True]"),
     ),
     Mutant(
         "tiles that are left over are not shared out in the tuned kernel",
