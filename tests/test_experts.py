@@ -177,6 +177,8 @@ def test_both_projections_in_words_and_in_graphs() -> None:
         experts_mlp(x, down, down, ids, gates, OAI)
     with pytest.raises(InvalidArgument, match="gates has shape"):
         experts_mlp(x, up, down, ids, gates[:, :1], OAI)
+    with pytest.raises(InvalidArgument, match=r"the bias of down has shape \[3, 64\]; expected \[4, 64\]"):
+        experts_mlp(x, up, down._replace(bias=normal(3, 64)), ids, gates, OAI)
     with pytest.raises(InvalidArgument, match="ids holds 4; the weight has experts 0 to 3"):
         experts_mlp(x, up, down, ids + 1, gates, OAI)
 

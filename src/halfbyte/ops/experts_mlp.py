@@ -59,10 +59,12 @@ def _calls(*flat: Any) -> tuple[ExpertsCall, ExpertsCall]:
 def _run(*flat: Any) -> torch.Tensor:
     up, down = _calls(*flat)
     one.check_call(up)
-    (experts, rows, _), inner = up.weight.shape, down.weight.shape[2]
+    (experts, rows, _), (_, features, inner) = up.weight.shape, down.weight.shape
     check(down.weight.shape[0] == experts, f"down has {down.weight.shape[0]} experts; up has {experts}")
     check(2 * inner == rows, f"down takes {inner} columns; expected {rows // 2}, half of the rows of up")
     check_tensor("gates", down.gates, tuple(up.ids.shape), device=up.x.device)
+    if down.bias is not None:
+        check_tensor("the bias of down", down.bias, (experts, features), device=up.x.device)
     return one.run_both(up, down, flat[-1])
 
 
