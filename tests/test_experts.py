@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 import halfbyte as hb
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
 from halfbyte.cpu.experts import experts_linear as cpu
+from halfbyte.device import H200
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts, mlp
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops import experts_linear as one
 from halfbyte.ops.experts_linear import experts_of_parts
 from halfbyte.ops.experts_mlp import Projection, experts_mlp
-from halfbyte.reference.experts import Activation
+from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.experts import experts_linear as reference
+from halfbyte.tensors import QuantTensor, expected_parts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LEVELS = {"cpu": cpu, "reference": reference}
@@ -181,6 +184,54 @@ def test_both_projections_in_words_and_in_graphs() -> None:
         experts_mlp(x, up, down._replace(bias=normal(3, 64)), ids, gates, OAI)
     with pytest.raises(InvalidArgument, match="ids holds 4; the weight has experts 0 to 3"):
         experts_mlp(x, up, down, ids + 1, gates, OAI)
+
+
+def unstored(name: str, *shape: int, act_order: bool = False) -> QuantTensor:
+    """A stack without memory."""
+    parts = expected_parts(WEIGHT_FORMATS[name], shape, act_order=act_order)
+    return QuantTensor(WEIGHT_FORMATS[name], shape, **{n: torch.empty(*s, dtype=d, device="meta") for n, (s, d) in parts.items()})
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "tokens", "half", "ran"),
+    [
+        ("int4_g128", "int4_g128", 8192, torch.bfloat16, ["run_both_wgmma"]),
+        ("int4_g128", "int4_g128", 16384, torch.bfloat16, ["run_both"]),
+        ("int4_g128", "int4_g128", 16384, torch.float16, ["run_both_wgmma"]),
+        ("int4_g128", "int4_g32", 4096, torch.bfloat16, ["run_wgmma", "run_wgmma"]),  # in blocks of 64 and of 32 pairs
+        ("int4_g128", "nf4_dq", 4096, torch.bfloat16, ["run_wgmma", "run"]),  # codes that the grouped kernel does not read
+        ("nf4_dq", "nf4_dq", 4096, torch.bfloat16, ["run_both"]),
+        ("int4_g64 act-order", "int4_g64 act-order", 4096, torch.bfloat16, ["run_both"]),
+        ("int4_g64", "int4_g64 act-order", 4096, torch.bfloat16, ["run_wgmma", "run"]),
+        ("int4_g64 act-order", "int4_g64 act-order", 1024, torch.bfloat16, ["run_wgmma", "run_wgmma"]),
+    ],
+)
+def test_what_runs_the_prompts_of_an_h200(
+    first: str, last: str, tokens: int, half: torch.dtype, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes are multiplied as they are wherever `experts_linear` does so, also where one call cannot take both projections."""
+    seen: list[str] = []
+    monkeypatch.setattr(one, "gpu", lambda _: H200)
+    monkeypatch.setattr(one, "_plan", one._plan.__wrapped__)
+    for name in ("run", "run_both", "run_wgmma", "run_both_wgmma"):
+        monkeypatch.setattr(one._experts_prompt, name, lambda *_, name=name: seen.append(name))
+    x, ids = (torch.empty(tokens, n, dtype=dtype, device="meta") for n, dtype in ((256, half), (8, torch.int64)))
+    up = unstored(first.split()[0], 128, 512, 256, act_order="act" in first)
+    down = unstored(last.split()[0], 128, 256, 256, act_order="act" in last)
+    one.run_both(ExpertsCall(x, up, ids, None, None, OAI), ExpertsCall(x, down, ids, ids.to(half)), "auto")
+    assert seen == ran
+
+
+def test_act_order_takes_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, ids, sizes, right = stack("int4_g32", 4, 12, 64, act_order=True), routed(7, 2, 4), list[int](), torch.gather
+    assert weight.perm is not None
+    monkeypatch.setattr(one, "_INDICES", 3 * 2 * 64)
+    monkeypatch.setattr(torch, "gather", lambda x, *given, **more: sizes.append(len(x)) or right(x, *given, **more))
+    for x in (normal(7, 64), normal(7, 2, 64)):
+        rows = x.unsqueeze(1) if x.ndim == 2 else x
+        expected = right(rows.expand(7, 2, 64), 2, weight.perm.long()[ids])
+        assert torch.equal(one._dense(ExpertsCall(x, weight, ids)).x, expected)
+    assert sizes == [3, 3, 1] * 2
 
 
 def test_modules_that_are_watched_are_called() -> None:

@@ -35,6 +35,8 @@ from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor, weight_of
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+#: Numbers of x that are gathered at a time in act-order; each takes an index of 8 bytes.
+_INDICES = 1 << 24
 _LEVELS: dict[str, Callable[..., torch.Tensor]] = {"cpu": cpu.experts_linear, "reference": reference.experts_linear}
 
 
@@ -59,8 +61,8 @@ def experts_linear(
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
     impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs; on Hopper any fp16,
                 bf16 up to 512 pairs per expert, 256 with groups below 64) and "triton" (portable); "cpu", or "reference"
-                (float64). "auto" dequantizes experts for larger bf16 prompts on Hopper, from 96 pairs per expert on Blackwell: at
-                most 512 MiB at a time (or 128 rows of each)
+                (float64). "auto" dequantizes experts for larger bf16 prompts on Hopper, from 96 pairs per expert with act-order or
+                on Blackwell: at most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
     """
@@ -155,7 +157,7 @@ def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
                 out = down.new_result()
                 _experts_prompt.run_both_wgmma(up, down, plans, out)
                 return out
-            first, last = (dequantized_rows(_problem_of(call), gpu(x.device.index).capability) for call in (up, down))
+            first, last = _rows_to_dequantize(up), _rows_to_dequantize(down)
             if first and last:
                 out = down.new_result()
                 _experts_prompt.run_both(up, down, (first, last), out)
@@ -190,8 +192,7 @@ def _run_on_gpu(call: ExpertsCall, impl: str, ids_early: bool = False) -> torch.
     if not ids.shape[1] or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
         return cpu.experts_linear(call)
     with torch.cuda.device_of(x):
-        rows = dequantized_rows(_problem_of(call), gpu(x.device.index).capability) if impl == "auto" else 0
-        if rows and isinstance(_plan_of(call), str):
+        if impl == "auto" and (rows := _rows_to_dequantize(call)):
             _experts_prompt.run(call, rows, out)
             return out
         call = _dense(call)
@@ -207,15 +208,32 @@ def _run_on_gpu(call: ExpertsCall, impl: str, ids_early: bool = False) -> torch.
     return out
 
 
+def _rows_to_dequantize(call: ExpertsCall) -> int:
+    """Rows of each expert that "auto" dequantizes at a time; 0 where codes are multiplied as they are.
+
+    With act-order that would gather x for each pair first, by indices of 64 bits.
+    """
+    rows = dequantized_rows(_problem_of(call), gpu(call.x.device.index).capability)
+    return rows if rows and (call.weight.perm is not None or isinstance(_plan_of(call), str)) else 0
+
+
 def _dense(call: ExpertsCall) -> ExpertsCall:
     """The call with contiguous tensors where kernels take no strides, and x gathered in the stored column order of each expert."""
     x, w, ids, gates, bias, _ = call
     parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items() if n != "perm"}
     if w.perm is not None:
-        order = w.perm.long().clamp(0, w.shape[2] - 1)[ids.long().clamp(0, w.shape[0] - 1)]
-        x = (x.unsqueeze(1).expand(-1, ids.shape[1], -1) if x.ndim == 2 else x).gather(2, order)
+        x = _in_stored_order(x, w.perm.long().clamp(0, w.shape[2] - 1), ids.long().clamp(0, w.shape[0] - 1))
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
     return call._replace(x=x, weight=QuantTensor(w.format, w.shape, **parts), ids=ids.contiguous(), gates=gates, bias=bias)
+
+
+def _in_stored_order(x: torch.Tensor, perm: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """x [T, K] or [T, top_k, K] as [T, top_k, K]: of each pair in the order perm [E, K] of its expert, some tokens at a time."""
+    made = x.new_empty(*experts.shape, x.shape[-1])
+    step = max(1, _INDICES // made[0].numel())
+    for part, rows, chosen in zip(made.split(step), x.split(step), experts.split(step), strict=True):
+        torch.gather((rows.unsqueeze(1) if x.ndim == 2 else rows).expand_as(part), 2, perm[chosen], out=part)
+    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel

@@ -12,7 +12,8 @@ from halfbyte.plans.linear_wgmma import wgmma_shape
 from halfbyte.reference.experts import Activation
 
 #: Pairs of a token and an expert, for each expert, from which on a dequantized GEMM is faster than the portable kernel: on an H200
-#: from 32 in some projections, from 128 in all but one. On Hopper the grouped kernel comes first where it can run.
+#: from 32 in some projections, from 128 in all but one. On Hopper the grouped kernel comes first where it can run, but
+#: for act-order.
 _PAIRS = 96
 #: Bytes of dequantized weights at a time, and rows of each expert at least.
 SCRATCH_BYTES, _FEWEST_ROWS = 512 << 20, 128
