@@ -63,6 +63,8 @@ CASES = (
     Case("mxfp4", 65, 3, (5, 132, 704), "bias", OAI),
     Case("nvfp4", 65, 2, (7, 136, 576), "bias fp16", ACTIVATIONS[3]),  # of 32
     Case("int8_col", 65, 1, (3, 40, 544), "gates"),
+    Case("int4_g128", 80, 1, (3, 40, 640)),  # scales of odd rows are loaded
+    Case("int4_sym_g32", 66, 2, (4, 36, 352), "gates fp16"),
 )
 
 

@@ -53,6 +53,11 @@ class ExpertsWgmmaSpec(LinearWgmmaSpec):
         """Columns of the product that become one of the result."""
         return 1 if self.activation is None else 2
 
+    @property
+    def carried(self) -> bool:
+        """As in `LinearWgmmaSpec`, but not next to loads of scales: the compiler would copy sums of MMAs that are under way."""
+        return super().carried and (self.direct or self.copies_scales)
+
 
 @dataclass(frozen=True)
 class ExpertsWgmmaPlan:

@@ -39,9 +39,10 @@ def wgmma_shape(p: LinearProblem, use_pdl: bool, loads: bool = False) -> LinearW
         return weight
     if width % (8 * weight.codes_per_word):
         return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
-    # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x.
+    # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x, and registers
+    # need not hold the scales.
     shape = LinearWgmmaSpec((weight,) * len(p.weights), p.half, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
-    spec = (wgmma_staged(replace(shape, chunk=512), width, loads) if m <= 32 else None) or wgmma_staged(shape, width, loads)
+    spec = (wgmma_staged(replace(shape, chunk=512), width) if m <= 32 else None) or wgmma_staged(shape, width, loads)
     return spec or f"the scales of K = {width} are not aligned for 4-byte copies, or three stages do not fit in shared memory"
 
 
