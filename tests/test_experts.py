@@ -222,6 +222,26 @@ def test_what_runs_the_prompts_of_an_h200(
     assert seen == ran
 
 
+def test_the_second_projection_reads_ids_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are contiguous ahead of the first: no launch in between may write what the second reads before it waits."""
+    early: list[bool] = []
+    ids: list[torch.Tensor] = []
+
+    def run(call: ExpertsCall, impl: str, ids_early: bool) -> torch.Tensor:
+        early.append(ids_early)
+        ids.append(call.ids)
+        return call.new_result()
+
+    monkeypatch.setattr(one, "_run_on_gpu", run)
+    monkeypatch.setattr(one, "gpu", lambda _: H200)
+    x, gates, given = normal(3, 64).half(), torch.rand(3, 2), routed(3, 2, 4).T.contiguous().T
+    up, down = stack("int4_g32", 4, 128, 64), stack("int4_g32", 4, 12, 64)
+    assert one.run_both(ExpertsCall(x, up, given, None, None, OAI), ExpertsCall(x, down, given, gates), "auto").shape == (3, 12)
+    assert early == [False, True]
+    assert ids[0] is ids[1]
+    assert ids[0].is_contiguous()
+
+
 def test_act_order_takes_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, ids, sizes, right = stack("int4_g32", 4, 12, 64, act_order=True), routed(7, 2, 4), list[int](), torch.gather
     assert weight.perm is not None
