@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -363,6 +364,11 @@ def test_a_step_reads_the_experts_of_its_tokens(family: str) -> None:
     experts = {name: t.shape[0] for name, t in targets(model).items() if len(t.shape) == 3}
     assert experts
     assert all(0 < unread_experts(model.config.get_text_config(), count, 1) < 1 for count in experts.values())
+
+
+def test_experts_of_which_a_token_uses_all_are_read() -> None:
+    config = SimpleNamespace(num_experts_per_tok=8, ffn_config=None)
+    assert [unread_experts(config, experts, 1) for experts in (0, 4, 8, 16)] == [0, 0, 0, 0.5]
 
 
 def test_layers_hold_what_they_should() -> None:

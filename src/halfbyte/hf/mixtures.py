@@ -68,9 +68,9 @@ def unread_experts(config: Any, experts: int, sequences: int) -> float:
 
     0 where the configuration does not say how many of them a token uses.
     """
-    config = getattr(config, "ffn_config", config)
+    config = getattr(config, "ffn_config", None) or config
     used = next((n for name in _USED if isinstance(n := getattr(config, name, None), int)), 0)
-    return (1 - used / experts) ** sequences if used and experts else 0.0
+    return (1 - min(1.0, used / experts)) ** sequences if used and experts else 0.0
 
 
 def quantize_stack(module: Any, name: str, experts: int, fmt: Format, clip: str | None) -> QuantExperts:
