@@ -14,6 +14,7 @@ from halfbyte.device import GPU
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
+from halfbyte.ops.experts_linear import _problem_of
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block, ragged_blocks
 from halfbyte.plans.experts_mma import ExpertsPlan
@@ -33,7 +34,6 @@ ORDERS = (Order(together=True, early=False), Order(together=False, early=True))
 EARLY: set[int] = set()
 #: The same of each of its launches.
 EARLY_OF: list[set[int]] = []
-_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Refused(Exception):
@@ -118,14 +118,9 @@ def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = Fal
 
 def mix_both(up: ExpertsCall, down: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False) -> torch.Tensor:
     """Both projections of a prompt by the grouped kernel; down's x is left out."""
-    plans = []
-    for call in (up, down):
-        problem = ExpertsProblem(
-            call.weight.format, call.weight.shape, *call.ids.shape, _HALVES[up.x.dtype], activation=call.activation
-        )
-        plans.append(wgmma_experts(problem, GPU("", num_sms, (9, 0))))
-        if isinstance(plans[-1], str):
-            raise Refused(plans[-1])
+    plans = [wgmma_experts(_problem_of(call._replace(x=up.x)), GPU("", num_sms, (9, 0))) for call in (up, down)]
+    if refused := [plan for plan in plans if isinstance(plan, str)]:
+        raise Refused(refused[0])
     with _sorted_by_torch(), machine(order, backwards):
         out = down.new_result()
         _experts_prompt.run_both_wgmma(up, down, tuple(plans), out)

@@ -44,7 +44,7 @@ class WeightCodec:
 
     @property
     def centre(self) -> int:
-        """The unsigned number that an integer code of value 0 is stored as, without zero points."""
+        """What stands for 0 in integer codes once they are unsigned (signed ones get 128 added), without zero points."""
         return 128 if self.kind == "signed" else self.bias
 
     @property
