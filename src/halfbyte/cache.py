@@ -222,7 +222,8 @@ class KVCache:
         """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them after each sequence's tokens.
 
         counts  int32 [B], how many of the L tokens of each sequence are real; None: all
-        rope    (cos, sin), float32 [B, L, D/2] or [L, D/2]: apply rotary embedding to the keys first, as Llama does
+        rope    (cos, sin), float32 [B, L, R/2] or [L, R/2]: apply rotary embedding to the first R elements of each key first, in
+                pairs (x[i], x[i + R/2]); R is D in Llama
         q       [B, Hq, L, D], queries of the same tokens: rotated too, on a GPU in the same launch, and returned as a new tensor
         norms   RMSNorm of each head of q and k, before the rotation
 

@@ -93,8 +93,8 @@ def test_memory_with_tokens_before_heads(keys: str, values: str) -> None:
 @pytest.mark.parametrize("keys", ["int8", "int4", "int4_channel", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_keys_rotated_by_position_on_the_way(keys: str, dtype: torch.dtype) -> None:
-    """Rotary embedding inside of the append, by tables of one sequence or of each; of queries, too."""
-    for shape in ((50, 32), (3, 50, 32)):
+    """Rotary embedding inside of the append, by tables of one sequence or of each, of heads or of parts; of queries, too."""
+    for shape in ((50, 32), (3, 50, 32), (50, 24)):
         angle = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 100
         k, v = numbers(50, 64, 0, dtype), numbers(50, 64, 1, dtype)
         q = torch.cat([k, k * 3, v], 1).transpose(1, 2).contiguous().transpose(1, 2)  # as a projection leaves it

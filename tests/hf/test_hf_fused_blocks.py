@@ -27,6 +27,12 @@ from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.ops import block_linear
 
 CACHE = {"keys": "int8", "values": "int4_g32"}
+#: By their sizes in `families.py`.
+LIKE_LLAMA = (
+    *("apertus", "arcee", "aria_text", "cwm", "dots1", "emu3", "flex_olmo", "gemma", "glm4_moe", "granite_swa", "granitemoe"),
+    *("hy_v3", "hyperclovax", "mellum", "minimax_m2", "ministral", "mixtral", "olmoe", "phi4_multimodal", "qwen2_moe"),
+    *("qwen3_moe", "seed_oss", "solar_open", "vaultgemma"),
+)
 DESCRIBED: dict[str, Any] = {
     **{name: CONFIGS[name] for name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_oss")},
     "granite": lambda: tf.GraniteConfig(
@@ -40,7 +46,7 @@ DESCRIBED: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention", "full_attention"],
         tie_word_embeddings=False,
     ),
-    **{name: functools.partial(tiny_config, name) for name in ("seed_oss", "dots1", "mixtral", "qwen2_moe", "qwen3_moe")},
+    **{name: functools.partial(tiny_config, name) for name in LIKE_LLAMA},
     "smollm3": lambda: tf.SmolLM3Config(**{**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}, no_rope_layer_interval=2),
     "phi3 partial": lambda: tf.Phi3Config(**LLAMA, pad_token_id=0, partial_rotary_factor=0.5),
     "llama biases": lambda: tf.LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
@@ -52,7 +58,7 @@ def base(family: str) -> Any:
     torch.manual_seed(3)
     config = DESCRIBED[family]()
     config.initializer_range = 0.3
-    config.eos_token_id = config.bos_token_id = None
+    config.eos_token_id = None
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():

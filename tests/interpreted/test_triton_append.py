@@ -129,18 +129,20 @@ def test_strides_and_types_of_the_input_do_not_matter(dtype: torch.dtype) -> Non
         assert_same(a, b)
 
 
-@pytest.mark.parametrize(("dtype", "keys", "dim"), [
-    (torch.float16, "int8", 80),
-    (torch.bfloat16, "int4_channel", 128),
-    (torch.float32, "fp16", 40),
-    (torch.float16, "int8_token", 64),
+@pytest.mark.parametrize(("dtype", "keys", "dim", "rotary"), [
+    (torch.float16, "int8", 80, 80),
+    (torch.bfloat16, "int4_channel", 128, 128),
+    (torch.bfloat16, "int4_channel", 128, 96),
+    (torch.float32, "fp16", 40, 10),
+    (torch.float16, "int8_token", 64, 32),
+    (torch.float16, "int8", 59, 58),
 ])  # fmt: skip
-def test_rope(dtype: torch.dtype, keys: str, dim: int) -> None:
-    """On both levels: cos and sin of every sequence, or the same for all."""
+def test_rope(dtype: torch.dtype, keys: str, dim: int, rotary: int) -> None:
+    """On both levels: cos and sin of every sequence, or the same for all; of whole heads, or of their first elements."""
     k, v = tokens((3, 2, 5, dim), dtype=dtype)
-    each = rope_tables(torch.arange(15).reshape(3, 5) + 7, dim)
+    each = rope_tables(torch.arange(15).reshape(3, 5) + 7, rotary)
     for rope in (each, (each[0][1], each[1][1])):
-        caches = [make("piece", 2, dim, keys=keys, values="int8", rotate_keys=keys == "int8") for _ in range(3)]
+        caches = [make("piece", 2, dim, keys=keys, values="int8", rotate_keys=keys == "int8" and dim % 2 == 0) for _ in range(3)]
         put(caches[0], apply_rope(k, *(t.unsqueeze(-3) for t in rope)), v, [5, 2, 0], "reference")
         put(caches[1], k, v, [5, 2, 0], "reference", rope=rope)
         put(caches[2], k, v, [5, 2, 0], "triton", rope=rope)
@@ -204,7 +206,7 @@ def test_queries_are_rotated_in_the_same_launch(
     monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
     k, v = tokens((3, 2, count, dim), dtype=dtype)
     q = tokens((3, count, heads + 1, dim + 2), 1, dtype)[0][:, :, 1:, 2:].transpose(1, 2)
-    each = rope_tables(torch.arange(3 * count).reshape(3, count) + 7, dim)
+    each = rope_tables(torch.arange(3 * count).reshape(3, count) + 7, dim // 2 if count == 7 else dim)
     for rope in (each, (each[0][1], each[1][1])):
         caches = [make(how, 2, dim, keys=keys, values="int8") for _ in range(3)]
         assert put(caches[0], k, v, [count, 1, 0], "triton", rope=rope) is None
@@ -236,7 +238,7 @@ def test_heads_are_normalized_before_they_are_rotated(
     k, v = tokens((3, 3, count, dim), dtype=dtype)
     q = tokens((3, count, 6, dim), 1, dtype)[0].transpose(1, 2)
     weights = tokens((2, dim), 2, dtype)[1]
-    rope = rope_tables(torch.arange(3 * count).reshape(3, count) + 7, dim)
+    rope = rope_tables(torch.arange(3 * count).reshape(3, count) + 7, dim // 2 if kind == "exact" else dim)
     norms = HeadNorms(*weights, 1e-5, kind)
     first, second, third, alone = (make(how, 3, dim, values="int8", dtype=dtype, **options) for _ in range(4))
     put(alone, k, v, [count, 1, 0], "triton", rope=rope, q=q)
@@ -550,16 +552,18 @@ def test_rope_is_looked_at() -> None:
     cache = KVCache(3, 2, 64, 8)
     for rope, says in (
         (cos, "expected two tensors"),
-        ((cos, sin[:1]), r"rope\[1\] \(sin\) has shape \[1, 32\]; expected \[2, 32\]"),
-        ((cos[None], sin), r"rope\[0\] \(cos\) has shape \[1, 2, 32\]; expected \[3, 2, 32\]"),
+        ((cos, sin[:1]), r"rope\[1\] \(sin\) has shape \[1, 32\]; expected \[2, R/2\]"),
+        ((cos[None], sin), r"rope\[0\] \(cos\) has shape \[1, 2, 32\]; expected \[3, 2, R/2\]"),
         ((cos.expand(3, -1, -1), sin), "cos has shape"),
+        ((cos, sin[:, :31]), "cos has shape"),
+        ((cos[:, :0], sin[:, :0]), "have 0 columns; expected 1 to 32"),
         ((cos.half(), sin), r"rope\[0\] \(cos\) is torch.float16; expected torch.float32"),
     ):
         with pytest.raises(InvalidArgument, match=says):
             cache.append(k, v, rope=rope)  # type: ignore[arg-type]
     assert not cache.lengths.any()
     odd = KVCache(1, 1, 59, 8, values="int8")
-    with pytest.raises(InvalidArgument, match="odd head_dim"):
+    with pytest.raises(InvalidArgument, match="have 32 columns; expected 1 to 29"):
         odd.append(torch.zeros(1, 1, 2, 59), torch.zeros(1, 1, 2, 59), rope=(cos, sin))
     cache.append(k, v, rope=(cos, sin))
     assert cache.lengths.tolist() == [2, 2, 2]

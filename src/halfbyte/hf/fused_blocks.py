@@ -11,7 +11,7 @@ them, and activations, have launches of their own.
 
 What a family's block has is in `FAMILIES`, everything else is found by structure: projections fused in the checkpoint (Phi-3),
 norms of q and k (Qwen 3, OLMo 2), sinks, layers without positions (SmolLM3). A part without a description, such as a mixture of
-experts or a partial rotary embedding, is called as it is.
+experts, is called as it is.
 
 `fused_view` makes a shallow copy of the model with other blocks: forwards of the family's own classes, over the same parameters.
 The model is not changed. Blocks are for decoding, of a model with a packed cache, without gradients.
@@ -40,6 +40,7 @@ class Description(NamedTuple):
     kind                                its norms, see `Norm`
     before_attention, after_attention   norms by name; None where a branch has none there
     before_mlp, after_mlp
+    mlp                                 the name of what follows attention
     """
 
     kind: str
@@ -47,19 +48,32 @@ class Description(NamedTuple):
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    mlp: str = "mlp"
 
 
-_PLAIN = ["Dots1", "Granite", "Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3"]
+#: Families whose block is Llama's, by the kind of their norms. Their attention is Llama's too, perhaps with norms of q and k.
+_PLAIN = {
+    "rounded": [
+        *("Arcee", "AriaText", "Cwm", "Dots1", "Emu3", "Glm4Moe", "Granite", "GraniteSWA", "HYV3", "Llama", "Mellum", "MiniMaxM2"),
+        *("Ministral", "Mistral", "Mixtral", "Olmoe", "Phi3", "Phi4Multimodal", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"),
+        *("SeedOss", "SmolLM3", "SolarOpen"),
+    ],
+    "exact": ["GptOss"],
+    "offset": ["Gemma"],
+}
 _OLMO = Description("exact", None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GEMMA = Description(
     "offset", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 #: By the class of a block, among transformers' own.
 FAMILIES = {
-    **{f"{family}DecoderLayer": Description("rounded") for family in _PLAIN},
-    "GptOssDecoderLayer": Description("exact"),
-    **dict.fromkeys(("Olmo2DecoderLayer", "Olmo3DecoderLayer"), _OLMO),
+    **{f"{family}DecoderLayer": Description(kind) for kind, families in _PLAIN.items() for family in families},
+    **dict.fromkeys(("FlexOlmoDecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer"), _OLMO),
     **dict.fromkeys(("Gemma2DecoderLayer", "Gemma3DecoderLayer"), _GEMMA),
+    "ApertusDecoderLayer": Description("rounded", "attention_layernorm", None, "feedforward_layernorm"),
+    "GraniteMoeDecoderLayer": Description("rounded", mlp="block_sparse_moe"),
+    "HyperCLOVAXDecoderLayer": Description("rounded", after_attention="post_norm1", after_mlp="post_norm2"),
+    "VaultGemmaDecoderLayer": Description("offset", before_mlp="pre_feedforward_layernorm"),
 }
 #: Classes of activations that `gated` knows.
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
@@ -73,8 +87,9 @@ def fused_view(model: Any) -> Any | None:
     known = bool(layers) and all(map(_is_described, layers)) and path.endswith("layers") and hasattr(parent, "norm")
     if not known or model.training or any(map(_is_watched, _running(model, path))):
         return None
-    kind, norms = FAMILIES[type(layers[0]).__name__].kind, [_norms_of(layer) for layer in layers]
-    last, tables, ahead, rotary_dim = _norm(parent.norm, kind), _Tables(), _Ahead(), _rotary_dim(parent)
+    kind, norms = _family(layers[0]).kind, [_norms_of(layer) for layer in layers]
+    last, ahead, rotary_dim = _norm(parent.norm, kind), _Ahead(), _rotary_dim(parent)
+    tables = _Tables(rotary_dim)
     made = [
         FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, kind, tables, rotary_dim))
         for layer, own, following in zip(layers, norms, [*(n[0] for n in norms[1:]), last], strict=True)
@@ -104,6 +119,10 @@ def _is_described(layer: nn.Module) -> bool:
     return kind.__name__ in FAMILIES and kind.__module__.startswith("transformers.models.")
 
 
+def _family(layer: nn.Module) -> Description:
+    return FAMILIES[type(layer).__name__]
+
+
 def _is_watched(module: nn.Module) -> bool:
     """Whether somebody wants to see a module's calls (hooks, accelerate's offloading), or has replaced its forward."""
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
@@ -127,8 +146,10 @@ def _norm(module: Any, kind: str) -> Norm:
 
 def _norms_of(layer: Any) -> list[Norm | None]:
     """The norms of a block, in the order of `Description`."""
-    kind, *names = FAMILIES[type(layer).__name__]
-    return [None if name is None else _norm(getattr(layer, name), kind) for name in names]
+    family = _family(layer)
+    names = family.before_attention, family.after_attention, family.before_mlp, family.after_mlp
+    modules = [nn.Identity() if name is None else getattr(layer, name) for name in names]
+    return [None if isinstance(module, nn.Identity) else _norm(module, family.kind) for module in modules]
 
 
 class _Ahead:
@@ -166,7 +187,7 @@ class FusedBlock(nn.Module):
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.following = norms
         self.ahead, self.multiplier = ahead, float(getattr(layer, "residual_multiplier", 1.0))
         self.attend: _Branch = _as_it_is(layer.self_attn) if heads is None else heads.attend
-        self.mlp: _Branch = _mlp(layer.mlp)
+        self.mlp: _Branch = _mlp(getattr(layer, _family(layer).mlp))
 
     def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
         """hidden [B, L, N] and what the family's block is given, by keyword."""
@@ -256,12 +277,15 @@ class _Tables:
 
     held: tuple[tuple[torch.Tensor, Rope], ...] = ()
 
-    def __call__(self, embeddings: Rope, batch: int, dim: int) -> Rope:
-        """float32 [B, L, D/2], or [L, D/2] where all sequences are alike, from cos and sin [1 or B, L, D or D/2]."""
+    def __init__(self, rotary_dim: int) -> None:
+        self.half = rotary_dim // 2
+
+    def __call__(self, embeddings: Rope, batch: int) -> Rope:
+        """float32 [B, L, R/2], or [L, R/2] where all sequences are alike, from cos and sin [1 or B, L, R or R/2]."""
         for of, made in self.held:
             if of is embeddings[0]:
                 return made
-        cos, sin = (t[..., : dim // 2].float().contiguous() for t in embeddings)
+        cos, sin = (t[..., : self.half].float().contiguous() for t in embeddings)
         made = (cos, sin) if len(cos) == batch else (cos[0], sin[0])
         self.held = (*self.held[-1:], (embeddings[0], made))
         return made
@@ -275,9 +299,11 @@ def _rotary_dim(model: Any) -> int:
 
 
 def _heads_of(module: Any, kind: str, tables: _Tables, rotary_dim: int) -> _Heads | None:
-    """How an attention finds its heads; None where it must be called as it is, as it rotates a part of a head only."""
+    """How an attention finds its heads; None where it is called as it is: what it rotates is not known, or it clips q, k and v."""
     rotates = bool(getattr(module, "use_rope", True))
-    return None if rotates and rotary_dim != module.head_dim else _Heads(module, kind, tables if rotates else None)
+    unknown = rotates and not 0 < rotary_dim <= module.head_dim
+    clips = getattr(module.config, "clip_qkv", None) is not None
+    return None if unknown or clips else _Heads(module, kind, tables if rotates else None)
 
 
 class _Heads:
@@ -305,7 +331,7 @@ class _Heads:
         q, k, v = (t.view(batch, tokens, -1, self.dim).transpose(1, 2) for t in made)
         rotated: dict[str, Any] = {}
         if self.tables is not None:
-            rotated = {"rope": self.tables(position_embeddings, batch, self.dim), "q": q, "norms": self.by_head}
+            rotated = {"rope": self.tables(position_embeddings, batch), "q": q, "norms": self.by_head}
         keys, values = given.pop(CACHE).update(k, v, self.module.layer_idx, **rotated)
         q = q if keys.rotated is None else keys.rotated
         out, _ = attention(self.module, q, keys, values, attention_mask, **self.options, **given)

@@ -292,14 +292,15 @@ def check_norms(c: AppendCall) -> None:
 
 
 def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:
-    """rope, for keys k [..., D]: each of its tensors has one of these shapes, with D / 2 behind it."""
+    """rope, for keys k [..., D]: each of its tensors has one of these shapes, with R / 2 behind it, where R <= D."""
     if not isinstance(rope, tuple | list) or len(rope) != 2:
         raise InvalidArgument(f"rope is a {type(rope).__name__}; expected two tensors (cos, sin)")
-    dim = k.shape[-1]
-    check(dim % 2 == 0, f"rope was given, but keys of an odd head_dim={dim} have no halves to rotate; leave it out")
     for name, t in zip(("rope[0] (cos)", "rope[1] (sin)"), rope, strict=True):
         shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
-        check_tensor(name, t, (*shape, dim // 2), device=k.device)
+        check_tensor(name, t, (*shape, "R/2"), device=k.device)
         check(t.dtype is torch.float32, f"{name} is {t.dtype}; expected torch.float32: halfbyte rotates in fp32")
     if rope[0].shape != rope[1].shape:
         raise InvalidArgument(f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")
+    half, dim = rope[0].shape[-1], k.shape[-1]
+    if not 0 < 2 * half <= dim:
+        raise InvalidArgument(f"rope: cos and sin have {half} columns; expected 1 to {dim // 2}, half of what is rotated of head_dim={dim}")

@@ -29,7 +29,7 @@ def append_slots(
     slot_mapping  int64 or int32 [T]: page * N + row in pages of N tokens. Negative: the token is skipped, whatever it holds. Slots
                   must be distinct
     rotate_keys   keys are stored Hadamard-rotated
-    rope          (cos, sin), float32 [T, D/2]: apply rotary embedding to the keys first, pairs (x[i], x[i + D/2])
+    rope          (cos, sin), float32 [T, R/2]: apply rotary embedding to the first R elements of each key, pairs (x[i], x[i + R/2])
     q             [T, Hq, D]: rotated by position too, on a GPU in the same launch; returned as a new tensor
 
     Lengths and page tables stay with the engine. On a CPU NaN, infinity and slots beyond the pages raise `InvalidArgument`, and

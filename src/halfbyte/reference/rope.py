@@ -13,6 +13,11 @@ def rope_tables(positions: torch.Tensor, dim: int, theta: float = 10000.0) -> tu
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) of `x` [..., D]; cos and sin [..., D/2] broadcast. Result in the dtype of `x`."""
-    a, b = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    """Rotate the pairs (x[i], x[i + R/2]) of the first R elements of `x` [..., D]; cos and sin [..., R/2] broadcast.
+
+    Result in the dtype of `x`; elements from R on are as they were.
+    """
+    half = cos.shape[-1]
+    a, b = (t.to(cos.dtype) for t in (x[..., :half], x[..., half : 2 * half]))
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return torch.cat([rotated, x[..., 2 * half :]], dim=-1)

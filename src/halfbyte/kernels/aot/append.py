@@ -36,7 +36,8 @@ def configurations() -> list[Configuration]:
     found = [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
     found += [c for keys in ("int4", "int8_token", "int2") for prompt in (False, True) for c in _variant(keys, prompt, (4, 32))]
     found += [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
-    found += [c for keys, kind in (("int8", "rounded"), ("int4_channel", "offset")) for c in _normalized(keys, kind)]
+    normalized = ("int8", "rounded", 64), ("int4_channel", "offset", 64), ("int8", "exact", 32)
+    found += [c for keys, kind, half in normalized for c in _normalized(keys, kind, half)]
     return found + [c for dim, dtype in ((128, torch.bfloat16), (80, torch.float16)) for c in _rotated(dim, dtype)]
 
 
@@ -46,16 +47,16 @@ def _rotated(dim: int, dtype: torch.dtype) -> list[Configuration]:
     return recorded(f"rotate-heads-D{dim}", lambda: rotation.launch(x, x))
 
 
-def _normalized(keys: str, kind: str) -> Iterator[Configuration]:
-    """A decode step whose heads are normalized before they are rotated."""
+def _normalized(keys: str, kind: str, half: int) -> Iterator[Configuration]:
+    """A decode step whose heads of 128 are normalized before twice `half` of their elements are rotated by position."""
     buffers = [kv_buffer(KV_FORMATS[name], (64, 8, 64, 128), 16, torch.bfloat16) for name in (keys, "int4_g32")]
     k, q = (empty(16, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 32))
-    table = empty(16, 1, 64, dtype=torch.float32)
+    table = empty(16, 1, half, dtype=torch.float32)
     weight = empty(128, dtype=torch.bfloat16)
     norms = HeadNorms(weight, weight, 1e-6, kind)
     call = AppendCall(k, k, *buffers, lengths=empty(16), rope=(table, table), q=q, measure=False, norms=norms)
     for launch in launches(call, torch.empty_like(q), None, advance=True, use_pdl=False):
-        yield from recorded(f"{keys}-int4_g32-norms", launch)
+        yield from recorded(f"{keys}-int4_g32-norms{f'-R{2 * half}' * (half < 64)}", launch)
 
 
 def _by_slot(keys: str, values: str) -> Iterator[Configuration]:

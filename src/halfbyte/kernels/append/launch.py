@@ -42,7 +42,8 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
     formats = c.keys.format.name, c.values.format.name
     window, dims = (c.values.sink_tokens, c.values.recent_tokens), (dim, c.v.shape[3])
     weights, norm = ((None, None), ("", 0.0)) if c.norms is None else (c.norms[:2], (c.norms.kind, c.norms.eps))
-    plan = append_plan(formats, heads, tokens, dims, page, window, c.rotate_keys, c.rope is not None, advance, use_pdl, norm)
+    rotary = 0 if c.rope is None else 2 * c.rope[0].shape[-1]
+    plan = append_plan(formats, heads, tokens, dims, page, window, c.rotate_keys, rotary, advance, use_pdl, norm)
     sequences, rope = Sequences(c.counts, c.lengths), RopeTables(*c.rope or (None, None), *weights)
     sizes = Sizes(tokens, heads, plan.tiles if plan.tiles > 1 else None, rows * pages, c.lengths.stride(0))
     paging = Paging(pool, *(0, 0) if c.page_table is None else c.page_table.stride())

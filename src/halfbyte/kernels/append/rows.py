@@ -78,10 +78,12 @@ def normalized(x, scale, d, rope, dtype: tl.constexpr, HEAD: tl.constexpr):
 @triton.jit
 def rotate_by_position(x, rows, stride, t, b, rope, rope_stride, mask, scale, HEAD: tl.constexpr):
     """f32 `x` [R, D] at `rows` [R] rotated by position: its other half is read once more, and normalized by `scale` [R]."""
-    HALF: tl.constexpr = HEAD.dim // 2
+    HALF: tl.constexpr = HEAD.rotary // 2
     ALIGNED: tl.constexpr = HEAD.aligned
     d = tl.arange(0, HEAD.padded)
     first = d < HALF
+    if HEAD.rotary < HEAD.dim:
+        mask = mask & (d < HEAD.rotary)[None, :]
     other = tl.max_contiguous(tl.multiple_of(tl.where(first, d + HALF, d - HALF), ALIGNED), ALIGNED)
     angle = tl.max_contiguous(tl.multiple_of(tl.where(first, d, d - HALF), ALIGNED), ALIGNED)
     loaded = tl.load(rows[:, None] + other.to(tl.int64)[None, :] * stride, mask=mask, other=0.0)
@@ -90,7 +92,10 @@ def rotate_by_position(x, rows, stride, t, b, rope, rope_stride, mask, scale, HE
         partner = normalized(partner, scale, other, rope, loaded.dtype, HEAD)
     at = (b * rope_stride + t.to(tl.int64) * HALF)[:, None] + angle[None, :]
     c, s = tl.load(rope.cos + at, mask=mask, other=0.0), tl.load(rope.sin + at, mask=mask, other=0.0)
-    return tl.where(first[None, :], x * c - partner * s, x * c + partner * s)
+    rotated = tl.where(first[None, :], x * c - partner * s, x * c + partner * s)
+    if HEAD.rotary < HEAD.dim:
+        rotated = tl.where((d < HEAD.rotary)[None, :], rotated, x)
+    return rotated
 
 
 @triton.jit
@@ -105,7 +110,7 @@ def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
     if HEAD.norm != "":
         scale = tl.rsqrt(tl.sum(result * result, 1) * (1 / HEAD.dim) + HEAD.eps)
         result = normalized(result, scale, d, rope, value.dtype, HEAD)
-    if HEAD.rope:
+    if HEAD.rotary > 0:
         result = rotate_by_position(result, rows, s[3], t, b, rope, rope_stride, mask, scale, HEAD)
         if value.dtype == tl.float16 or value.dtype == tl.bfloat16:
             result = as_dtype(result, value.dtype).to(tl.float32)
