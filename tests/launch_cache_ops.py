@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfbyte import KV_FORMATS, WEIGHT_FORMATS, KVCache, PagedKVCache, QuantTensor, decode_attention, linear, qkv_projection
-from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, HeadNorms, KVBuffer, new_kv_buffer
+from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, HeadNorms, KVBuffer, Rope, new_kv_buffer
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops._linear_call import LinearCall
@@ -260,6 +260,7 @@ APPEND = Op(
     same={},
     others={
         "no rope": changed("rope", None),
+        "interleaved rope": changed("rope", lambda rope: (*rope, True)),
         "format of the keys": changed("keys.format", KV_FORMATS["fp8_tensor"]),
         "a format of the same name": changed("values.format", replace),
         "rotated keys": changed("rotate_keys", True),
@@ -286,6 +287,7 @@ APPEND = Op(
         "counts": lambda: {"counts": ints(2)},
         "rope": lambda: {"rope": (torch.rand(1, 32), torch.rand(1, 32))},
         "queries": rotation,
+        "neighbors": lambda: {"rope": Rope(torch.rand(1, 32), torch.rand(1, 32), interleaved=True)},
         "normalized heads": lambda: {**rotation(), "norms": norms()},
         "pages": lambda: {"cache": cache(paged=True)},
         "sink and recent tokens": lambda: {"cache": cache(sink_tokens=2, recent_tokens=4)},
@@ -310,6 +312,8 @@ APPEND = Op(
         "more tokens of k": ({"k": token(2)}, "k has 2 tokens"),
         "counts too many": ({"counts": ints(3)}, "counts has shape"),
         "a rope of one": ({"rope": (torch.zeros(1, 32),)}, "rope is"),
+        "a rope of four": ({"rope": (torch.zeros(1, 32),) * 4}, "rope is"),
+        "interleaved by a number": ({"rope": (torch.zeros(1, 32), torch.zeros(1, 32), 1)}, "interleaved=1"),
         "a rope in fp64": ({"rope": (torch.zeros(1, 32).double(),) * 2}, "rope"),
         "q of another batch": ({"q": query()[:1]}, "q has shape"),
         "norms without queries": ({"q": None, "norms": norms()}, "norms was given without"),

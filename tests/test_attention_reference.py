@@ -453,6 +453,16 @@ def test_rope_turns_pairs_by_an_angle() -> None:
             torch.testing.assert_close(got[:, :, t, i + 8], pair.imag, rtol=1e-5, atol=1e-5)
 
 
+def test_rope_of_neighbors_and_of_a_part() -> None:
+    """The same pairs in another order; elements behind them stay."""
+    x = torch.randn(2, 3, 7, 20).double()
+    by = tuple(t.double() for t in rope_tables(torch.arange(7), 12))
+    order = torch.tensor([*range(0, 12, 2), *range(1, 12, 2), *range(12, 20)])
+    for got, at in ((apply_rope(x, *by, interleaved=True), order), (apply_rope(x, *by), torch.arange(20))):
+        assert torch.equal(got[..., at[:12]], apply_rope(x[..., at[:12]], *by))
+        assert torch.equal(got[..., 12:], x[..., 12:])
+
+
 PAST, CHUNK = (0, 1, 20, 31, 32, 33), (17, 32, 100)
 
 

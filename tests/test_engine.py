@@ -240,7 +240,7 @@ def test_a_refused_append_by_slot_changes_nothing() -> None:
         ({"v": torch.zeros(2, 2, 64)}, InvalidArgument, r"v has shape \[2, 2, 64\]; expected \[3, 2, 64\]"),
         ({"slot_mapping": torch.zeros(4).long()}, InvalidArgument, r"slot_mapping has shape \[4\]; expected \[3\]"),
         ({"slot_mapping": torch.zeros(3)}, InvalidArgument, "slot_mapping is torch.float32; expected int32 or int64"),
-        ({"rope": (torch.zeros(2, 32),) * 2}, InvalidArgument, r"rope\[0\] \(cos\) has shape \[2, 32\]; expected \[3, 32\]"),
+        ({"rope": (torch.zeros(2, 32),) * 2}, InvalidArgument, r"rope\[0\] \(cos\) has shape \[2, 32\]; expected \[3, R/2\]"),
         ({"q": torch.zeros(3, 4, 64)}, InvalidArgument, "q was given without rope"),
         ({"keys": torch.zeros(3)}, InvalidArgument, "keys is a Tensor; expected a KVBuffer"),
         ({"keys": new_kv_buffer(key_format("int8_channel"), (12, 2, 32, 64), (1, 2, 32, 64), torch.bfloat16, "cpu")}, Unsupported,

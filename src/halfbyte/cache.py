@@ -16,7 +16,16 @@ from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, i
 from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options, token_bytes
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import check_window, key_format, value_format
-from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
+from halfbyte.kv_buffer import (
+    AppendCall,
+    HeadNorms,
+    KVBuffer,
+    RopeLike,
+    check_buffers,
+    expanded,
+    new_kv_buffer,
+    outside_inference_mode,
+)
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
@@ -194,7 +203,7 @@ class KVCache:
 
     @overload
     def append(
-        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None, *, q: None = None
+        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: RopeLike | None = None, *, q: None = None
     ) -> None: ...
 
     @overload
@@ -203,7 +212,7 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         counts: torch.Tensor | None = None,
-        rope: Rope | None = None,
+        rope: RopeLike | None = None,
         *,
         q: torch.Tensor,
         norms: HeadNorms | None = None,
@@ -214,7 +223,7 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         counts: torch.Tensor | None = None,
-        rope: Rope | None = None,
+        rope: RopeLike | None = None,
         *,
         q: torch.Tensor | None = None,
         norms: HeadNorms | None = None,
@@ -222,8 +231,8 @@ class KVCache:
         """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them after each sequence's tokens.
 
         counts  int32 [B], how many of the L tokens of each sequence are real; None: all
-        rope    (cos, sin), float32 [B, L, R/2] or [L, R/2]: apply rotary embedding to the first R elements of each key first, in
-                pairs (x[i], x[i + R/2]); R is D in Llama
+        rope    (cos, sin), float32 [B, L, R/2] or [L, R/2], or a `Rope`: apply rotary embedding to the first R elements of each
+                key first; R is D in Llama
         q       [B, Hq, L, D], queries of the same tokens: rotated too, on a GPU in the same launch, and returned as a new tensor
         norms   RMSNorm of each head of q and k, before the rotation
 

@@ -12,8 +12,20 @@ from halfbyte.errors import check
 from halfbyte.formats import Format, Shape, key_format, value_format
 from halfbyte.tensors import expected_parts
 
-#: cos and sin of the rotary embedding of new keys.
-Rope = tuple[torch.Tensor, torch.Tensor]
+
+class Rope(NamedTuple):
+    """Rotary embedding of the first R elements of a head, in pairs (x[i], x[i + R/2]); a plain (cos, sin) says the same.
+
+    cos, sin      float32 [..., R/2]
+    interleaved   pairs are (x[2 i], x[2 i + 1]), as in GPT-J and GLM-4
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+
+RopeLike = Rope | tuple[torch.Tensor, torch.Tensor]
 
 
 class HeadNorms(NamedTuple):
@@ -205,7 +217,7 @@ class AppendCall(NamedTuple):
     counts: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
     rotate_keys: bool = False
-    rope: Rope | None = None
+    rope: RopeLike | None = None
     q: torch.Tensor | None = None
     measure: bool = True
     by_slot: bool = False

@@ -29,10 +29,32 @@ from halfbyte.ops import block_linear
 CACHE = {"keys": "int8", "values": "int4_g32"}
 #: By their sizes in `families.py`.
 LIKE_LLAMA = (
-    *("apertus", "arcee", "aria_text", "cwm", "dots1", "emu3", "flex_olmo", "gemma", "glm4_moe", "granite_swa", "granitemoe"),
-    *("hy_v3", "hyperclovax", "mellum", "minimax_m2", "ministral", "mixtral", "olmoe", "phi4_multimodal", "qwen2_moe"),
+    *("apertus", "arcee", "aria_text", "cwm", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "flex_olmo", "gemma", "glm"),
+    *(
+        "glm4",
+        "glm4_moe",
+        "granite_swa",
+        "granitemoe",
+        "helium",
+        "hy_v3",
+        "hyperclovax",
+        "mellum",
+        "minimax_m2",
+        "ministral",
+        "mixtral",
+        "olmoe",
+        "phi4_multimodal",
+        "qwen2_moe",
+    ),
     *("qwen3_moe", "seed_oss", "solar_open", "vaultgemma"),
 )
+
+
+def _changed(config: Any, **settings: Any) -> Any:
+    vars(config).update(settings)
+    return config
+
+
 DESCRIBED: dict[str, Any] = {
     **{name: CONFIGS[name] for name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_oss")},
     "granite": lambda: tf.GraniteConfig(
@@ -49,6 +71,8 @@ DESCRIBED: dict[str, Any] = {
     **{name: functools.partial(tiny_config, name) for name in LIKE_LLAMA},
     "smollm3": lambda: tf.SmolLM3Config(**{**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}, no_rope_layer_interval=2),
     "phi3 partial": lambda: tf.Phi3Config(**LLAMA, pad_token_id=0, partial_rotary_factor=0.5),
+    "hyperclovax without norms": lambda: tf.HyperCLOVAXConfig(**LLAMA, use_post_norm=False),
+    "olmoe clipped": lambda: _changed(tiny_config("olmoe"), clip_qkv=0.5),
     "llama biases": lambda: tf.LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
 }
 
@@ -230,6 +254,15 @@ LAUNCHES = {
     "mistral": (36, 9, 6),
     "qwen2": (36, 9, 6),
     "phi3": (38, 9, 6),
+    "phi3 partial": (38, 9, 6),
+    "arcee": (36, 10, 9),
+    "ernie4_5": (44, 9, 6),
+    "gemma": (40, 9, 6),
+    "glm": (40, 9, 6),
+    "glm4": (56, 9, 8),
+    "helium": (40, 9, 6),
+    "hyperclovax": (54, 9, 8),
+    "vaultgemma": (40, 9, 6),
     "smollm3": (36, 9, 6),
     "granite": (38, 9, 6),
     "gemma2": (60, 9, 8),
@@ -265,7 +298,7 @@ def test_launches_of_a_block(family, tuned, prompt, monkeypatch):
 
         monkeypatch.setattr(owner, "forward", run)
 
-    own = family == "phi3"  # whose projections are fused in the checkpoint
+    own = family.startswith("phi3")  # whose projections are fused in the checkpoint
     model, found = packed(family, fuse_qkv=not own, fuse_gate_up=not own).bfloat16(), []
     for name in ("add_norm", "norm_rows", "gated"):
         as_one(fused_blocks, name)

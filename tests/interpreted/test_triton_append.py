@@ -12,7 +12,7 @@ from triton.runtime.interpreter import GridExecutor
 from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS, key_format
-from halfbyte.kv_buffer import HeadNorms, KVBuffer
+from halfbyte.kv_buffer import HeadNorms, KVBuffer, Rope
 from halfbyte.ops.append import append_
 from halfbyte.ops.block import norm_rows
 from halfbyte.ops.linear import qkv_projection
@@ -129,23 +129,24 @@ def test_strides_and_types_of_the_input_do_not_matter(dtype: torch.dtype) -> Non
         assert_same(a, b)
 
 
-@pytest.mark.parametrize(("dtype", "keys", "dim", "rotary"), [
-    (torch.float16, "int8", 80, 80),
-    (torch.bfloat16, "int4_channel", 128, 128),
-    (torch.bfloat16, "int4_channel", 128, 96),
-    (torch.float32, "fp16", 40, 10),
-    (torch.float16, "int8_token", 64, 32),
-    (torch.float16, "int8", 59, 58),
+@pytest.mark.parametrize(("dtype", "keys", "dim", "rotary", "interleaved"), [
+    (torch.float16, "int8", 80, 80, False),
+    (torch.bfloat16, "int4_channel", 128, 128, False),
+    (torch.bfloat16, "int4_channel", 128, 96, True),
+    (torch.float32, "fp16", 40, 10, False),
+    (torch.float16, "int8_token", 64, 32, False),
+    (torch.float16, "int8", 59, 58, True),
+    (torch.bfloat16, "int4", 64, 64, True),
 ])  # fmt: skip
-def test_rope(dtype: torch.dtype, keys: str, dim: int, rotary: int) -> None:
+def test_rope(dtype: torch.dtype, keys: str, dim: int, rotary: int, interleaved: bool) -> None:
     """On both levels: cos and sin of every sequence, or the same for all; of whole heads, or of their first elements."""
     k, v = tokens((3, 2, 5, dim), dtype=dtype)
     each = rope_tables(torch.arange(15).reshape(3, 5) + 7, rotary)
     for rope in (each, (each[0][1], each[1][1])):
         caches = [make("piece", 2, dim, keys=keys, values="int8", rotate_keys=keys == "int8" and dim % 2 == 0) for _ in range(3)]
-        put(caches[0], apply_rope(k, *(t.unsqueeze(-3) for t in rope)), v, [5, 2, 0], "reference")
-        put(caches[1], k, v, [5, 2, 0], "reference", rope=rope)
-        put(caches[2], k, v, [5, 2, 0], "triton", rope=rope)
+        put(caches[0], apply_rope(k, *(t.unsqueeze(-3) for t in rope), interleaved), v, [5, 2, 0], "reference")
+        put(caches[1], k, v, [5, 2, 0], "reference", rope=Rope(*rope, interleaved))
+        put(caches[2], k, v, [5, 2, 0], "triton", rope=Rope(*rope, interleaved))
         assert_same(caches[0], caches[1])
         assert_same(caches[0], caches[2])
 

@@ -106,6 +106,27 @@ BLOCK = [
         tests_of("interpreted/test_triton_append.py")("test_heads_are_normalized_before_they_are_rotated"),
     ),
     Mutant(
+        "elements behind those that are rotated by position are lost",
+        "kernels/append/rows.py",
+        "rotate_by_position",
+        Rewrite("tl.where((_d < _r)[None, :], rotated, _x)", "rotated"),
+        tests_of("interpreted/test_triton_append.py")("test_rope"),
+    ),
+    Mutant(
+        "neighbors are rotated the wrong way",
+        "kernels/append/rows.py",
+        "rotate_neighbors",
+        Rewrite("second * c + first * s", "second * c - first * s"),
+        tests_of("interpreted/test_triton_append.py")("test_rope"),
+    ),
+    Mutant(
+        "a replayed append does not ask whether neighbors are rotated",
+        "ops/append.py",
+        "signature_of",
+        Rewrite("options += rope[2:]", "pass"),
+        tests_of("test_launch_cache.py")("test_every_fact_makes_another_call"),
+    ),
+    Mutant(
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
         "_Loop._forward",

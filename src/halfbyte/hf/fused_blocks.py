@@ -27,7 +27,7 @@ from torch import nn
 
 from halfbyte.hf.attention import CACHE, attention
 from halfbyte.hf.model_support import blocks, layer_window
-from halfbyte.kv_buffer import HeadNorms, Rope
+from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.block import add_norm, gated, norm_rows
 from halfbyte.ops.block_linear import Rows, Unscaled, add_projection, gated_projection, halves, projected
@@ -41,6 +41,7 @@ class Description(NamedTuple):
     before_attention, after_attention   norms by name; None where a branch has none there
     before_mlp, after_mlp
     mlp                                 the name of what follows attention
+    interleaved                         positions rotate neighbors, see `Rope`
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Description(NamedTuple):
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     mlp: str = "mlp"
+    interleaved: bool = False
 
 
 #: Families whose block is Llama's, by the kind of their norms. Their attention is Llama's too, perhaps with norms of q and k.
@@ -72,6 +74,13 @@ FAMILIES = {
     **dict.fromkeys(("Gemma2DecoderLayer", "Gemma3DecoderLayer"), _GEMMA),
     "ApertusDecoderLayer": Description("rounded", "attention_layernorm", None, "feedforward_layernorm"),
     "GraniteMoeDecoderLayer": Description("rounded", mlp="block_sparse_moe"),
+    **dict.fromkeys(
+        ("Ernie4_5DecoderLayer", "Ernie4_5_MoeDecoderLayer", "GlmDecoderLayer"), Description("rounded", interleaved=True)
+    ),
+    "Glm4DecoderLayer": Description(
+        "rounded", after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", interleaved=True
+    ),
+    "HeliumDecoderLayer": Description("exact", interleaved=True),
     "HyperCLOVAXDecoderLayer": Description("rounded", after_attention="post_norm1", after_mlp="post_norm2"),
     "VaultGemmaDecoderLayer": Description("offset", before_mlp="pre_feedforward_layernorm"),
 }
@@ -87,11 +96,11 @@ def fused_view(model: Any) -> Any | None:
     known = bool(layers) and all(map(_is_described, layers)) and path.endswith("layers") and hasattr(parent, "norm")
     if not known or model.training or any(map(_is_watched, _running(model, path))):
         return None
-    kind, norms = _family(layers[0]).kind, [_norms_of(layer) for layer in layers]
-    last, ahead, rotary_dim = _norm(parent.norm, kind), _Ahead(), _rotary_dim(parent)
-    tables = _Tables(rotary_dim)
+    family, norms = _family(layers[0]), [_norms_of(layer) for layer in layers]
+    last, ahead, rotary_dim = _norm(parent.norm, family.kind), _Ahead(), _rotary_dim(parent)
+    tables = _Tables(rotary_dim, family.interleaved)
     made = [
-        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, kind, tables, rotary_dim))
+        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family.kind, tables, rotary_dim))
         for layer, own, following in zip(layers, norms, [*(n[0] for n in norms[1:]), last], strict=True)
     ]
     inner: dict[str, nn.Module] = {"layers": nn.ModuleList(made), "norm": _FinalNorm(last, ahead)}
@@ -277,16 +286,16 @@ class _Tables:
 
     held: tuple[tuple[torch.Tensor, Rope], ...] = ()
 
-    def __init__(self, rotary_dim: int) -> None:
-        self.half = rotary_dim // 2
+    def __init__(self, rotary_dim: int, interleaved: bool) -> None:
+        self.half, self.interleaved = rotary_dim // 2, interleaved
 
-    def __call__(self, embeddings: Rope, batch: int) -> Rope:
+    def __call__(self, embeddings: RopeLike, batch: int) -> Rope:
         """float32 [B, L, R/2], or [L, R/2] where all sequences are alike, from cos and sin [1 or B, L, R or R/2]."""
         for of, made in self.held:
             if of is embeddings[0]:
                 return made
-        cos, sin = (t[..., : self.half].float().contiguous() for t in embeddings)
-        made = (cos, sin) if len(cos) == batch else (cos[0], sin[0])
+        cos, sin = (t[..., : self.half].float().contiguous() for t in embeddings[:2])
+        made = Rope(*((cos, sin) if len(cos) == batch else (cos[0], sin[0])), self.interleaved)
         self.held = (*self.held[-1:], (embeddings[0], made))
         return made
 
@@ -323,7 +332,7 @@ class _Heads:
         }
 
     def attend(
-        self, x: Rows, position_embeddings: Rope, attention_mask: Any = None, **given: Any
+        self, x: Rows, position_embeddings: RopeLike, attention_mask: Any = None, **given: Any
     ) -> tuple[torch.Tensor, nn.Module]:
         """What the output projection multiplies, and that layer. The cache is a `PackedCache`."""
         made = self._projected(x)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Shape, key_format, value_format
-from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope
+from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, RopeLike
 from halfbyte.ops._library import define, level, pairs_launches, refuse_capture
 from halfbyte.ops.launch_cache import Signature, layout, replay, signature
 from halfbyte.ops.launch_cache import store as store_launch
@@ -30,10 +30,10 @@ _SCHEMA = (
     "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
     'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None, '
     "bool by_slot=False, int sink_tokens=0, "
-    'Tensor? q_weight=None, Tensor? k_weight=None, float norm_eps=0.0, str norm_kind="") -> ()'
+    'Tensor? q_weight=None, Tensor? k_weight=None, float norm_eps=0.0, str norm_kind="", bool interleaved=False) -> ()'
 )
 #: Defaults of the schema's arguments after `rotate_keys`.
-_DEFAULTS = (None, None, True, "reference", None, None, False, 0, None, None, 0.0, "")
+_DEFAULTS = (None, None, True, "reference", None, None, False, 0, None, None, 0.0, "", False)
 
 #: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same of values, lengths.
 Stored = tuple[torch.Tensor | None, ...]
@@ -46,22 +46,22 @@ def stored(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> Stored:
 
 def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[Any, ...]:
     """The arguments of the op, in the order of its schema."""
-    cos, sin = (None, None) if c.rope is None else c.rope
+    cos, sin, interleaved = (None, None, False) if c.rope is None else Rope(*c.rope)
     names = (c.keys.format.name, c.values.format.name)
     buffers = stored(c.keys, c.values, c.lengths)
     options = (c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out, c.by_slot, c.keys.sink_tokens)
-    norms = _DEFAULTS[-4:] if c.norms is None else c.norms
-    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, *options, *norms)
+    norms = _DEFAULTS[-5:-1] if c.norms is None else c.norms
+    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, *options, *norms, interleaved)
 
 
 def _unflatten(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, *rest: Any) -> tuple[AppendCall, str, Any]:
     """The call, the level and q_out from the arguments of the op, of which torch leaves out defaults at the end."""
     lengths, page_table, key_name, value_name, rotate_keys = rest[10:15]
     options: tuple[Any, ...] = (*rest[15:], *_DEFAULTS[len(rest) - 15 :])
-    cos, sin, measure, chosen, q, q_out, by_slot, sink_tokens, *norms = options
+    cos, sin, measure, chosen, q, q_out, by_slot, sink_tokens, *norms, interleaved = options
     keys = KVBuffer(key_format(key_name), *rest[:5], sink_tokens=sink_tokens)
     values = KVBuffer(value_format(value_name), *rest[5:10], sink_tokens=sink_tokens)
-    rope = None if cos is None else (cos, sin)
+    rope = None if cos is None else Rope(cos, sin, interleaved)
     last = (measure, by_slot, None if norms[0] is None else HeadNorms(*norms))
     return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, *last), chosen, q_out
 
@@ -77,10 +77,11 @@ def _run(*flat: Any) -> None:
         q, k = (rms_norm(x, Norm(weight, norms.eps, norms.kind)) for x, weight in zip((c.q, c.k), norms[:2], strict=True))
         c = c._replace(q=q, k=k)
     if c.rope is not None:
-        cos, sin = (t.unsqueeze(-3) for t in c.rope)
+        cos, sin, interleaved = Rope(*c.rope)
+        by = cos.unsqueeze(-3), sin.unsqueeze(-3), interleaved
         if c.q is not None and q_out is not None:
-            q_out.copy_(apply_rope(c.q, cos, sin))
-        c = c._replace(k=apply_rope(c.k, cos, sin))
+            q_out.copy_(apply_rope(c.q, *by))
+        c = c._replace(k=apply_rope(c.k, *by))
     if c.by_slot:
         reference.append_slots_(c.k, c.v, c.keys, c.values, c.lengths, c.rotate_keys)
         return
@@ -121,7 +122,7 @@ def append_(
     counts: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     rotate_keys: bool = False,
-    rope: Rope | None = None,
+    rope: RopeLike | None = None,
     q: torch.Tensor | None = None,
     norms: HeadNorms | None = None,
     impl: str = "auto",
@@ -174,7 +175,8 @@ def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signatu
     if c.counts is not None:
         c = c._replace(counts=c.counts.contiguous())
     if c.rope is not None:
-        c = c._replace(rope=(c.rope[0].contiguous(), c.rope[1].contiguous()))
+        cos, sin, interleaved = Rope(*c.rope)
+        c = c._replace(rope=Rope(cos.contiguous(), sin.contiguous(), interleaved))
     made = launches(c, q_out, amax, advance, pairs_launches(c.k.device))
     with torch.cuda.device_of(c.k):
         compiled = [launch() for launch in made]
@@ -190,7 +192,7 @@ _Q = 2
 
 def _tensors(c: AppendCall) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a call that measures no scale, in the order in which the kernel takes them, but for q rotated."""
-    keys, values, (cos, sin) = c.keys, c.values, c.rope or (None, None)
+    keys, values, (cos, sin) = c.keys, c.values, c.rope[:2] if c.rope else (None, None)
     return (
         *(c.k, c.v, c.q, c.counts, c.lengths, c.page_table, cos, sin, keys.codes, keys.scales, keys.offsets, keys.saturated),
         *(values.codes, values.scales, values.offsets, values.saturated, keys.tail, values.tail),
@@ -202,11 +204,15 @@ def signature_of(c: AppendCall) -> Signature | None:
     rope: Any = c.rope  # unchecked
     if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.format.token_block:
         return None
-    if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
+    if rope is not None and (not isinstance(rope, tuple) or len(rope) < 2 or rope[0] is None):
         return None
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(c.q, rope)):
         return None
     options: tuple[Any, ...] = (c.rotate_keys, c.keys.sink_tokens)
+    if rope is not None and len(rope) > 2:
+        if len(rope) > 3 or not isinstance(rope[2], bool):
+            return None
+        options += rope[2:]
     tensors, norms = _tensors(c), c.norms
     if norms is not None:
         if not isinstance(norms, HeadNorms) or (torch.is_grad_enabled() and _requires_grad(c.q, norms[:2])):
@@ -262,7 +268,7 @@ def check_new(c: AppendCall) -> None:
 
 
 def check_query(
-    q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, device: torch.device, norms: HeadNorms | None = None
+    q: torch.Tensor, shape: Sequence[int | str], rope: RopeLike | None, device: torch.device, norms: HeadNorms | None = None
 ) -> None:
     """q, to be rotated along with the keys."""
     check(rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out")
@@ -274,7 +280,7 @@ def check_query(
         )
 
 
-def _requires_grad(q: torch.Tensor | None, rope: Rope | None, norms: HeadNorms | None = None) -> bool:
+def _requires_grad(q: torch.Tensor | None, rope: RopeLike | None, norms: HeadNorms | None = None) -> bool:
     """Whether q, once it is rotated, would have a gradient."""
     return q is not None and any(getattr(t, "requires_grad", False) for t in (q, *(rope or ()), *(norms or ())))
 
@@ -291,16 +297,20 @@ def check_norms(c: AppendCall) -> None:
     check(norms.eps > 0, f"norms.eps={norms.eps}; expected a positive number: heads of zeros stay zeros")
 
 
-def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:
+def check_rope(rope: RopeLike, k: torch.Tensor, *shapes: Shape) -> None:
     """rope, for keys k [..., D]: each of its tensors has one of these shapes, with R / 2 behind it, where R <= D."""
-    if not isinstance(rope, tuple | list) or len(rope) != 2:
-        raise InvalidArgument(f"rope is a {type(rope).__name__}; expected two tensors (cos, sin)")
-    for name, t in zip(("rope[0] (cos)", "rope[1] (sin)"), rope, strict=True):
+    if not isinstance(rope, tuple | list) or len(rope) not in (2, 3):
+        raise InvalidArgument(f"rope is a {type(rope).__name__}; expected two tensors (cos, sin), or a halfbyte.kv_buffer.Rope")
+    cos, sin, interleaved = Rope(*rope)
+    check(isinstance(interleaved, bool), f"rope.interleaved={interleaved!r}; expected True or False")
+    for name, t in (("rope[0] (cos)", cos), ("rope[1] (sin)", sin)):
         shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
         check_tensor(name, t, (*shape, "R/2"), device=k.device)
         check(t.dtype is torch.float32, f"{name} is {t.dtype}; expected torch.float32: halfbyte rotates in fp32")
-    if rope[0].shape != rope[1].shape:
-        raise InvalidArgument(f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")
-    half, dim = rope[0].shape[-1], k.shape[-1]
+    if cos.shape != sin.shape:
+        raise InvalidArgument(f"rope: cos has shape {list(cos.shape)} and sin {list(sin.shape)}")
+    half, dim = cos.shape[-1], k.shape[-1]
     if not 0 < 2 * half <= dim:
-        raise InvalidArgument(f"rope: cos and sin have {half} columns; expected 1 to {dim // 2}, half of what is rotated of head_dim={dim}")
+        raise InvalidArgument(
+            f"rope: cos and sin have {half} columns; expected 1 to {dim // 2}, half of what is rotated of head_dim={dim}"
+        )

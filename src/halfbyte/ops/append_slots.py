@@ -6,7 +6,7 @@ import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
+from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, RopeLike
 from halfbyte.ops.append import check_query, check_rope, signature_of, store
 from halfbyte.ops.launch_cache import replay
 from halfbyte.transforms import refuse_transforms
@@ -20,7 +20,7 @@ def append_slots(
     slot_mapping: torch.Tensor,
     *,
     rotate_keys: bool = False,
-    rope: Rope | None = None,
+    rope: RopeLike | None = None,
     q: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | None:
@@ -29,7 +29,7 @@ def append_slots(
     slot_mapping  int64 or int32 [T]: page * N + row in pages of N tokens. Negative: the token is skipped, whatever it holds. Slots
                   must be distinct
     rotate_keys   keys are stored Hadamard-rotated
-    rope          (cos, sin), float32 [T, R/2]: apply rotary embedding to the first R elements of each key, pairs (x[i], x[i + R/2])
+    rope          (cos, sin), float32 [T, R/2], or a `Rope`: apply rotary embedding to the first R elements of each key
     q             [T, Hq, D]: rotated by position too, on a GPU in the same launch; returned as a new tensor
 
     Lengths and page tables stay with the engine. On a CPU NaN, infinity and slots beyond the pages raise `InvalidArgument`, and
@@ -70,6 +70,6 @@ def _check(c: AppendCall) -> None:
 
 def _as_sequences(c: AppendCall) -> AppendCall:
     """Each token as a sequence of its own, [T, H, 1, D]."""
-    rope = None if c.rope is None else (c.rope[0].unsqueeze(1), c.rope[1].unsqueeze(1))
+    rope = None if c.rope is None else Rope(c.rope[0].unsqueeze(1), c.rope[1].unsqueeze(1), *c.rope[2:])
     q = None if c.q is None else c.q.unsqueeze(2)
     return c._replace(k=c.k.unsqueeze(2), v=c.v.unsqueeze(2), rope=rope, q=q)

@@ -19,6 +19,7 @@ class Head:
 
     dim, padded   size of a head, and the power of two that holds it
     rotary        elements that are rotated by position, the first of a head; 0: none
+    interleaved   each with its neighbor
     aligned       elements per aligned run of a half of them, for vectorized reads of the other half
     hadamard      rotate in blocks of 2^hadamard, and multiply by `factor`; 0: do not
     norm, eps     RMSNorm, applied first, of a kind of `halfbyte.reference.block.KINDS`; "": none
@@ -28,6 +29,7 @@ class Head:
     dim: int
     padded: int
     rotary: int = 0
+    interleaved: bool = False
     aligned: int = 1
     hadamard: int = 0
     factor: float = 1.0
@@ -89,17 +91,17 @@ def append_plan(
     page: int,
     window: tuple[int, int],
     hadamard: bool,
-    rotary: int,
+    rotary: tuple[int, bool],
     advance: bool,
     use_pdl: bool,
     norm: tuple[str, float] = ("", 0.0),
 ) -> AppendPlan:
     """`formats`, `dims`: of keys and of values. `page`: its tokens; 0: contiguous memory. `window`: sink and recent tokens in 16
-    bits. `rotary`: see `Head`. `advance`: if a sequence has one program. `norm`: its kind and eps."""
+    bits. `rotary`: of `Head`, and whether interleaved. `advance`: if a sequence has one program. `norm`: its kind and eps."""
     (dim, value_dim), (keys, values) = dims, (kv_codec(KV_FORMATS[name]) for name in formats)
     count, some, passes, warps = _tiling(heads, tokens, max(map(_row, dims)))
-    tiles, half, block = -(-tokens // count), rotary // 2, dim & -dim
-    head = Head(dim, _row(dim), rotary, max(1, min(16, half & -half)), norm=norm[0], eps=norm[1])
+    tiles, half, block = -(-tokens // count), rotary[0] // 2, dim & -dim
+    head = Head(dim, _row(dim), *rotary, max(1, min(16, half & -half)), norm=norm[0], eps=norm[1])
     q = replace(head, queries=bool(norm[0]))
     k = replace(head, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else head
     v = Head(value_dim, _row(value_dim))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864), in the half-split order that Llama checkpoints use."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), in the half-split order of Llama checkpoints, or interleaved."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ def rope_tables(positions: torch.Tensor, dim: int, theta: float = 10000.0) -> tu
     return angles.cos().float(), angles.sin().float()
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + R/2]) of the first R elements of `x` [..., D]; cos and sin [..., R/2] broadcast.
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the pairs (x[i], x[i + R/2]) of the first R elements of `x` [..., D], interleaved (x[2 i], x[2 i + 1]).
 
-    Result in the dtype of `x`; elements from R on are as they were.
+    cos and sin [..., R/2] broadcast. Result in the dtype of `x`; elements from R on are as they were.
     """
-    half = cos.shape[-1]
-    a, b = (t.to(cos.dtype) for t in (x[..., :half], x[..., half : 2 * half]))
-    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-    return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
+    rotary = 2 * cos.shape[-1]
+    pairs = x[..., :rotary].to(cos.dtype).unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    axis = -1 if interleaved else -2
+    a, b = pairs.unbind(axis)
+    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], axis).flatten(-2).to(x.dtype)
+    return torch.cat([rotated, x[..., rotary:]], dim=-1)

@@ -11,7 +11,7 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kernels.append import rotation
 from halfbyte.kernels.append.launch import launches
-from halfbyte.kv_buffer import AppendCall, HeadNorms
+from halfbyte.kv_buffer import AppendCall, HeadNorms, Rope
 
 #: Values that come with keys of another format. They come with keys of their own format where nothing is said.
 _VALUES = {
@@ -36,8 +36,9 @@ def configurations() -> list[Configuration]:
     found = [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
     found += [c for keys in ("int4", "int8_token", "int2") for prompt in (False, True) for c in _variant(keys, prompt, (4, 32))]
     found += [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
-    normalized = ("int8", "rounded", 64), ("int4_channel", "offset", 64), ("int8", "exact", 32)
-    found += [c for keys, kind, half in normalized for c in _normalized(keys, kind, half)]
+    rotary = {"": (64, False), "-R64": (32, False), "-neighbors": (64, True), "-R64-neighbors": (32, True)}
+    found += [c for name, (half, interleaved) in rotary.items() for c in _normalized("int8", "rounded", name, half, interleaved)]
+    found += _normalized("int4_channel", "offset", "", 64, False)
     return found + [c for dim, dtype in ((128, torch.bfloat16), (80, torch.float16)) for c in _rotated(dim, dtype)]
 
 
@@ -47,16 +48,17 @@ def _rotated(dim: int, dtype: torch.dtype) -> list[Configuration]:
     return recorded(f"rotate-heads-D{dim}", lambda: rotation.launch(x, x))
 
 
-def _normalized(keys: str, kind: str, half: int) -> Iterator[Configuration]:
+def _normalized(keys: str, kind: str, name: str, half: int, interleaved: bool) -> Iterator[Configuration]:
     """A decode step whose heads of 128 are normalized before twice `half` of their elements are rotated by position."""
     buffers = [kv_buffer(KV_FORMATS[name], (64, 8, 64, 128), 16, torch.bfloat16) for name in (keys, "int4_g32")]
     k, q = (empty(16, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 32))
     table = empty(16, 1, half, dtype=torch.float32)
     weight = empty(128, dtype=torch.bfloat16)
     norms = HeadNorms(weight, weight, 1e-6, kind)
-    call = AppendCall(k, k, *buffers, lengths=empty(16), rope=(table, table), q=q, measure=False, norms=norms)
+    rope = Rope(table, table, interleaved)
+    call = AppendCall(k, k, *buffers, lengths=empty(16), rope=rope, q=q, measure=False, norms=norms)
     for launch in launches(call, torch.empty_like(q), None, advance=True, use_pdl=False):
-        yield from recorded(f"{keys}-int4_g32-norms{f'-R{2 * half}' * (half < 64)}", launch)
+        yield from recorded(f"{keys}-int4_g32-norms{name}", launch)
 
 
 def _by_slot(keys: str, values: str) -> Iterator[Configuration]:

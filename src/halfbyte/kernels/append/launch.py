@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.kernels.append.arguments import Paging, RopeTables, Sequences, Sizes, Stored, StoredStrides, Tails, strides4
 from halfbyte.kernels.append.tokens import append_blocks, append_tokens, measure_tensors
-from halfbyte.kv_buffer import AppendCall, KVBuffer
+from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
 from halfbyte.plans.append import append_plan
 
 
@@ -42,12 +42,13 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
     formats = c.keys.format.name, c.values.format.name
     window, dims = (c.values.sink_tokens, c.values.recent_tokens), (dim, c.v.shape[3])
     weights, norm = ((None, None), ("", 0.0)) if c.norms is None else (c.norms[:2], (c.norms.kind, c.norms.eps))
-    rotary = 0 if c.rope is None else 2 * c.rope[0].shape[-1]
+    cos, sin, interleaved = (None, None, False) if c.rope is None else Rope(*c.rope)
+    rotary = 0 if cos is None else 2 * cos.shape[-1], interleaved
     plan = append_plan(formats, heads, tokens, dims, page, window, c.rotate_keys, rotary, advance, use_pdl, norm)
-    sequences, rope = Sequences(c.counts, c.lengths), RopeTables(*c.rope or (None, None), *weights)
+    sequences, rope = Sequences(c.counts, c.lengths), RopeTables(cos, sin, *weights)
     sizes = Sizes(tokens, heads, plan.tiles if plan.tiles > 1 else None, rows * pages, c.lengths.stride(0))
     paging = Paging(pool, *(0, 0) if c.page_table is None else c.page_table.stride())
-    rope_stride = c.rope[0].stride(0) if c.rope is not None and c.rope[0].ndim == 3 else 0
+    rope_stride = cos.stride(0) if cos is not None and cos.ndim == 3 else 0
     k_strides, v_strides = c.k.stride(), c.v.stride()
     (keys, keys_strides), (values, values_strides) = _stored(c.keys), _stored(c.values)
     options = {"enable_fp_fusion": False, "enable_reflect_ftz": False, **({"launch_pdl": True} if use_pdl else {})}

@@ -99,6 +99,20 @@ def rotate_by_position(x, rows, stride, t, b, rope, rope_stride, mask, scale, HE
 
 
 @triton.jit
+def rotate_neighbors(x, t, b, rope, rope_stride, wanted, HEAD: tl.constexpr):
+    """f32 `x` [R, D] rotated by position in pairs of neighbors; `wanted` [R]."""
+    HALF: tl.constexpr = HEAD.rotary // 2
+    i = tl.arange(0, HEAD.padded // 2)
+    rotates = (i < HALF)[None, :]
+    mask = wanted[:, None] & rotates
+    at = (b * rope_stride + t.to(tl.int64) * HALF)[:, None] + i[None, :]
+    c, s = tl.load(rope.cos + at, mask=mask, other=0.0), tl.load(rope.sin + at, mask=mask, other=0.0)
+    first, second = tl.split(tl.reshape(x, [x.shape[0], HEAD.padded // 2, 2]))
+    low, high = first * c - second * s, second * c + first * s
+    return tl.reshape(tl.join(tl.where(rotates, low, first), tl.where(rotates, high, second)), x.shape)
+
+
+@triton.jit
 def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
     """f32 rows [R, padded] of token t [R], head h [R], zero where not `wanted` [R] and beyond D: normalized, RoPE, the rotation."""
     d = tl.arange(0, HEAD.padded)
@@ -111,7 +125,10 @@ def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
         scale = tl.rsqrt(tl.sum(result * result, 1) * (1 / HEAD.dim) + HEAD.eps)
         result = normalized(result, scale, d, rope, value.dtype, HEAD)
     if HEAD.rotary > 0:
-        result = rotate_by_position(result, rows, s[3], t, b, rope, rope_stride, mask, scale, HEAD)
+        if HEAD.interleaved:
+            result = rotate_neighbors(result, t, b, rope, rope_stride, wanted, HEAD)
+        else:
+            result = rotate_by_position(result, rows, s[3], t, b, rope, rope_stride, mask, scale, HEAD)
         if value.dtype == tl.float16 or value.dtype == tl.bfloat16:
             result = as_dtype(result, value.dtype).to(tl.float32)
     if HEAD.hadamard > 0:
