@@ -11,7 +11,7 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.kv_buffer import HeadNorms, KVBuffer
+from halfbyte.kv_buffer import HeadNorms, KVBuffer, Rope
 from halfbyte.measure.cupti import names_of
 from halfbyte.reference.rope import apply_rope
 from pretended_gpu import watch_launches
@@ -94,14 +94,14 @@ def test_memory_with_tokens_before_heads(keys: str, values: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_keys_rotated_by_position_on_the_way(keys: str, dtype: torch.dtype) -> None:
     """Rotary embedding inside of the append, by tables of one sequence or of each, of heads or of parts; of queries, too."""
-    for shape in ((50, 32), (3, 50, 32), (50, 24)):
+    for shape, interleaved in (((50, 32), False), ((3, 50, 32), False), ((50, 24), False), ((50, 32), True), ((3, 50, 8), True)):
         angle = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 100
         k, v = numbers(50, 64, 0, dtype), numbers(50, 64, 1, dtype)
         q = torch.cat([k, k * 3, v], 1).transpose(1, 2).contiguous().transpose(1, 2)  # as a projection leaves it
-        wanted = apply_rope(q, angle.cos().unsqueeze(-3), angle.sin().unsqueeze(-3))
+        wanted = apply_rope(q, angle.cos().unsqueeze(-3), angle.sin().unsqueeze(-3), interleaved)
         caches = [hb.KVCache(3, 2, 64, 64, keys=keys, values="int8", device=device) for device in (PLACE.device, "cpu")]
         for cache in caches:
-            rope = angle.cos().to(cache.device), angle.sin().to(cache.device)
+            rope = Rope(angle.cos().to(cache.device), angle.sin().to(cache.device), interleaved)
             with poisoned():
                 rotated = cache.append(k.to(cache.device), v.to(cache.device), rope=rope, q=q.to(cache.device))
             assert same_bits(rotated.cpu(), wanted)
