@@ -8,9 +8,14 @@ import pytest
 import torch
 from emulation import EARLY_OF, ORDERS, Refused, mix, mix_both
 from gpu_cases import same_bits
+from triton.runtime.jit import JITFunction
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
+from halfbyte.device import H200
+from halfbyte.ops import _experts_prompt
 from halfbyte.plans.experts_mma import MOST_TOKENS, block_rows
+from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, wgmma_experts
+from halfbyte.plans.linear_spec import ExpertsProblem
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 #: 18 pairs of expert 0, 16 of expert 1, one of expert 3 and none of expert 2; three ids are no expert, and one token has one twice.
@@ -173,6 +178,20 @@ def test_what_the_kernel_refuses() -> None:
         case = Mixture(normal(tokens, 128).bfloat16(), stack(weight, 2, 32, 128), routed(tokens, 1, 2))
         with pytest.raises(Refused, match=why):
             mix(case, ORDERS[0])
+
+
+def test_very_many_pairs_fit_into_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA has 2^31 - 1 programs along the first axis of a grid, and 65,535 along the others."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(JITFunction, "run", lambda *_, grid, **more: grids.append(grid))
+    x, ids = torch.empty(1 << 18, 256, dtype=torch.half, device="meta"), torch.empty(1 << 18, 1, dtype=torch.int64, device="meta")
+    weight = stack("int4_g128", 2, 32, 256).to("meta")
+    plan = wgmma_experts(ExpertsProblem(weight.format, (2, 32, 256), *ids.shape, "fp16"), H200)
+    assert isinstance(plan, ExpertsWgmmaPlan)
+    call = ExpertsCall(x, weight, ids)
+    _experts_prompt.run_wgmma(call, plan, call.new_result())
+    assert len(grids) == 6  # three of the sort, then x, the product and results
+    assert all(n < 1 << 16 for grid in grids for n in grid[1:])
 
 
 def test_blocks_hold_the_pairs_of_an_expert() -> None:

@@ -188,10 +188,10 @@ def gather(X, Order, Place, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.conste
     """
     Weight: gl.constexpr = C.weights[0]  # by a name: Triton 3.6 does not pass it on otherwise
     layout: gl.constexpr = gl.BlockedLayout([ROWS, 8], [1, 32], [1, 4], [1, 0])
-    m = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    k = gl.program_id(0) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    m = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    k = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
     pair = gl.load(Order + m, mask=m < S, other=0)
-    if gl.program_id(0) == 0:
+    if gl.program_id(1) == 0:
         gl.store(Place + pair, m, mask=m < S)
     row = gl.expand_dims(pair // pairs, 1).to(gl.int64)
     m = gl.expand_dims(m, 1)
@@ -210,7 +210,7 @@ def sorted_rows(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, spec:
     rows, width = len(order), -(-x.shape[1] // spec.chunk) * spec.chunk
     y = x.new_empty(rows + spec.block_m, width)
     given = (x, order, place, y, rows, x.shape[1], x.stride(0), rows // len(x))
-    gather[(-(-width // _COLUMNS), -(-rows // _ROWS))](*given, C=spec, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    gather[(-(-rows // _ROWS), -(-width // _COLUMNS))](*given, C=spec, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
     return y
 
 
