@@ -23,9 +23,11 @@ from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, expected_parts
 
 _OAI = Activation("silu", 1.702, 7.0, 1.0)
-#: (E, top_k, N, K, activation, what else) of the two projections of Qwen3-30B-A3B and of GPT-OSS-20B.
+#: (E, top_k, N, K, activation, what else) of the two projections of Qwen3-30B-A3B, of GPT-OSS-20B, and of
+#: DeepSeek-V2-Lite, whose second has an odd number of groups of 128.
 _QWEN = ((128, 8, 1536, 2048, Activation("silu"), ""), (128, 8, 2048, 768, None, "gates"))
 _OSS = ((32, 4, 5760, 2880, _OAI, "bias"), (32, 4, 2880, 2880, None, "bias gates"))
+_LITE = ((64, 6, 2816, 2048, Activation("silu"), ""), (64, 6, 2048, 1408, None, "gates"))
 #: (format, tokens, projection): every format for decoding, every kind of work, and prompts.
 _CASES = (
     *((name, 1, projection) for name in WEIGHT_FORMATS for projection in _QWEN),
@@ -67,6 +69,7 @@ _PROMPTS = (
 _GROUPED = (
     *((name, tokens, _QWEN, half) for name in WEIGHT_FORMATS for tokens, half in ((384, "fp16"), (512, ""))),
     *(("mxfp4", tokens, _OSS, "") for tokens in (128, 512)),
+    *((name, tokens, _LITE, "") for name in ("int4_g128", "int8_g128") for tokens in (256, 512)),
 )
 
 
