@@ -292,6 +292,16 @@ def experts(
 # ------------------------------------------------------------------------------------------------------------------- host code
 
 
+def stacked(call: ExpertsCall, rows: torch.Tensor) -> Weights:
+    """The stack of a call, whose results go to `rows`, as kernels take it."""
+    stack = call.weight
+    return Weights(
+        *((stack.codes.view(torch.int16),), (stack.scales,), (stack.offsets,), (call.bias,), (stack.tensor_scale,)),
+        outs=(rows,),
+        features=(stack.shape[1],),
+    )
+
+
 def launch(
     call: ExpertsCall,
     out: torch.Tensor,
@@ -307,15 +317,10 @@ def launch(
     plan.counters int32, zero before and after. compiled: what an earlier launch of the same types, alignments and sizes (but for
     T and E) returned; the JIT is bypassed then.
     """
-    x, stack, ids, gates, bias, _ = call
-    spec, (experts_count, features, width) = plan.spec, stack.shape
+    x, stack, ids, gates, _, _ = call
+    spec, (experts_count, _, width) = plan.spec, stack.shape
     rows = out if gates is None else workspace[plan.partials :]
-    weights = Weights(
-        *((stack.codes.view(torch.int16),), (stack.scales,), (stack.offsets,), (bias,), (stack.tensor_scale,)),
-        outs=(rows,),
-        features=(features,),
-    )
-    arguments = (x, ids, workspace, semaphores, ids.shape[0], experts_count, width, x.stride(0), weights)
+    arguments = (x, ids, workspace, semaphores, ids.shape[0], experts_count, width, x.stride(0), stacked(call, rows))
     made, added = compiled or (None, None)
     if made is not None:
         made[plan.programs, 1, 1](*arguments, spec)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from halfbyte.kernels.common.compat import barrier, copy_to_shared
 from halfbyte.kernels.common.shares import quotient
-from halfbyte.kernels.linear.experts_mma import activated, results
+from halfbyte.kernels.linear.experts_mma import activated, results, stacked
 from halfbyte.kernels.linear.results import row_layout
 from halfbyte.kernels.linear.ring import Weights, fetch_weight, rows_at
 from halfbyte.kernels.linear.unpack import make_codebook
@@ -221,10 +221,5 @@ def launch(call: ExpertsCall, x: torch.Tensor, blocks: torch.Tensor, plan: Exper
 
     blocks: the table of the sort. The call's stack and bias are contiguous, codes, scales and zero points aligned to 16 bytes.
     """
-    stack, spec = call.weight, plan.spec
-    weights = Weights(
-        *((stack.codes.view(torch.int16),), (stack.scales,), (stack.offsets,), (call.bias,), (stack.tensor_scale,)),
-        outs=(out,),
-        features=(stack.shape[1],),
-    )
-    experts[(plan.programs,)](x, blocks, stack.shape[2], weights, C=spec, num_warps=spec.warps, maxnreg=255)
+    spec, width = plan.spec, call.weight.shape[2]
+    experts[(plan.programs,)](x, blocks, width, stacked(call, out), C=spec, num_warps=spec.warps, maxnreg=255)
