@@ -29,7 +29,21 @@ from halfbyte.ops import block_linear
 CACHE = {"keys": "int8", "values": "int4_g32"}
 #: By their sizes in `families.py`.
 LIKE_LLAMA = (
-    *("apertus", "arcee", "aria_text", "cwm", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "flex_olmo", "gemma", "glm"),
+    *(
+        "apertus",
+        "arcee",
+        "aria_text",
+        "cwm",
+        "dots1",
+        "emu3",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "flex_olmo",
+        "gemma",
+        "glm",
+    ),
     *(
         "glm4",
         "glm4_moe",
@@ -72,6 +86,9 @@ DESCRIBED: dict[str, Any] = {
     "smollm3": lambda: tf.SmolLM3Config(**{**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}, no_rope_layer_interval=2),
     "phi3 partial": lambda: tf.Phi3Config(**LLAMA, pad_token_id=0, partial_rotary_factor=0.5),
     "hyperclovax without norms": lambda: tf.HyperCLOVAXConfig(**LLAMA, use_post_norm=False),
+    "exaone4 windows": lambda: tf.Exaone4Config(
+        **{**LLAMA, "num_hidden_layers": 4}, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "olmoe clipped": lambda: _changed(tiny_config("olmoe"), clip_qkv=0.5),
     "llama biases": lambda: tf.LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
 }
@@ -256,6 +273,7 @@ LAUNCHES = {
     "phi3": (38, 9, 6),
     "phi3 partial": (38, 9, 6),
     "arcee": (36, 10, 9),
+    "exaone4": (52, 9, 8),
     "ernie4_5": (44, 9, 6),
     "gemma": (40, 9, 6),
     "glm": (40, 9, 6),

@@ -106,6 +106,13 @@ BLOCK = [
         tests_of("interpreted/test_triton_append.py")("test_heads_are_normalized_before_they_are_rotated"),
     ),
     Mutant(
+        "layers without a window rotated by position where EXAONE's are not",
+        "hf/fused_blocks.py",
+        "_rotates_in_windows",
+        Rewrite("attention.sliding_window is None or bool(attention.is_sliding)", "True"),
+        tests_of("hf/test_hf_fused_blocks.py")("test_the_same_tokens[exaone4 windows-1]"),
+    ),
+    Mutant(
         "elements behind those that are rotated by position are lost",
         "kernels/append/rows.py",
         "rotate_by_position",

@@ -10,7 +10,7 @@ So with a tuned kernel for the weights, bf16 and up to 16 rows (`halfbyte.ops.bl
 them, and activations, have launches of their own.
 
 What a family's block has is in `FAMILIES`, everything else is found by structure: projections fused in the checkpoint (Phi-3),
-norms of q and k (Qwen 3, OLMo 2), sinks, layers without positions (SmolLM3). A part without a description, such as a mixture of
+norms of q and k (Qwen 3, OLMo 2), sinks, sizes and counts of heads. A part without a description, such as a mixture of
 experts, is called as it is.
 
 `fused_view` makes a shallow copy of the model with other blocks: forwards of the family's own classes, over the same parameters.
@@ -42,6 +42,7 @@ class Description(NamedTuple):
     before_mlp, after_mlp
     mlp                                 the name of what follows attention
     interleaved                         positions rotate neighbors, see `Rope`
+    rotates                             whether an attention's q and k are rotated by position
     """
 
     kind: str
@@ -51,6 +52,12 @@ class Description(NamedTuple):
     after_mlp: str | None = None
     mlp: str = "mlp"
     interleaved: bool = False
+    rotates: Callable[[Any], bool] = lambda attention: bool(getattr(attention, "use_rope", True))
+
+
+def _rotates_in_windows(attention: Any) -> bool:
+    """EXAONE's rule: where some layers have a window, only those."""
+    return attention.sliding_window is None or bool(attention.is_sliding)
 
 
 #: Families whose block is Llama's, by the kind of their norms. Their attention is Llama's too, perhaps with norms of q and k.
@@ -73,6 +80,8 @@ FAMILIES = {
     **dict.fromkeys(("FlexOlmoDecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer"), _OLMO),
     **dict.fromkeys(("Gemma2DecoderLayer", "Gemma3DecoderLayer"), _GEMMA),
     "ApertusDecoderLayer": Description("rounded", "attention_layernorm", None, "feedforward_layernorm"),
+    "Exaone4DecoderLayer": _OLMO._replace(kind="rounded", rotates=_rotates_in_windows),
+    "ExaoneMoeDecoderLayer": Description("rounded", rotates=_rotates_in_windows),
     "GraniteMoeDecoderLayer": Description("rounded", mlp="block_sparse_moe"),
     **dict.fromkeys(
         ("Ernie4_5DecoderLayer", "Ernie4_5_MoeDecoderLayer", "GlmDecoderLayer"), Description("rounded", interleaved=True)
@@ -100,7 +109,7 @@ def fused_view(model: Any) -> Any | None:
     last, ahead, rotary_dim = _norm(parent.norm, family.kind), _Ahead(), _rotary_dim(parent)
     tables = _Tables(rotary_dim, family.interleaved)
     made = [
-        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family.kind, tables, rotary_dim))
+        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family, tables, rotary_dim))
         for layer, own, following in zip(layers, norms, [*(n[0] for n in norms[1:]), last], strict=True)
     ]
     inner: dict[str, nn.Module] = {"layers": nn.ModuleList(made), "norm": _FinalNorm(last, ahead)}
@@ -307,12 +316,12 @@ def _rotary_dim(model: Any) -> int:
     return found.pop() if len(found) == 1 else 0
 
 
-def _heads_of(module: Any, kind: str, tables: _Tables, rotary_dim: int) -> _Heads | None:
+def _heads_of(module: Any, family: Description, tables: _Tables, rotary_dim: int) -> _Heads | None:
     """How an attention finds its heads; None where it is called as it is: what it rotates is not known, or it clips q, k and v."""
-    rotates = bool(getattr(module, "use_rope", True))
+    rotates = family.rotates(module)
     unknown = rotates and not 0 < rotary_dim <= module.head_dim
     clips = getattr(module.config, "clip_qkv", None) is not None
-    return None if unknown or clips else _Heads(module, kind, tables if rotates else None)
+    return None if unknown or clips else _Heads(module, family.kind, tables if rotates else None)
 
 
 class _Heads:
