@@ -231,10 +231,10 @@ class KVCache:
         """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them after each sequence's tokens.
 
         counts  int32 [B], how many of the L tokens of each sequence are real; None: all
-        rope    (cos, sin), float32 [B, L, R/2] or [L, R/2], or a `Rope`: apply rotary embedding to the first R elements of each
-                key first; R is D in Llama
+        rope    (cos, sin), float32 [B, L, R/2] or [L, R/2], or a `halfbyte.kv_buffer.Rope`: apply rotary embedding to the first R
+                elements of each key first; R is D in Llama
         q       [B, Hq, L, D], queries of the same tokens: rotated too, on a GPU in the same launch, and returned as a new tensor
-        norms   RMSNorm of each head of q and k, before the rotation
+        norms   `halfbyte.kv_buffer.HeadNorms`: RMSNorm of each head of q and k, before the rotation
 
         Raises `CapacityError` when a sequence would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape;
         the cache is then unchanged. On a GPU nothing synchronizes, except that lengths are read when the tokens counted on the

@@ -29,7 +29,8 @@ def append_slots(
     slot_mapping  int64 or int32 [T]: page * N + row in pages of N tokens. Negative: the token is skipped, whatever it holds. Slots
                   must be distinct
     rotate_keys   keys are stored Hadamard-rotated
-    rope          (cos, sin), float32 [T, R/2], or a `Rope`: apply rotary embedding to the first R elements of each key
+    rope          (cos, sin), float32 [T, R/2], or a `halfbyte.kv_buffer.Rope`: apply rotary embedding to the first R elements of
+                  each key
     q             [T, Hq, D]: rotated by position too, on a GPU in the same launch; returned as a new tensor
 
     Lengths and page tables stay with the engine. On a CPU NaN, infinity and slots beyond the pages raise `InvalidArgument`, and
