@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +24,12 @@ import halfbyte.hf as hf
 from halfbyte import KVCache
 from halfbyte.errors import InvalidArgument
 from halfbyte.hf import fused_blocks
-from halfbyte.hf.fused_blocks import FusedBlock, fused_view
+from halfbyte.hf.fused_blocks import FAMILIES, FusedBlock, fused_view
+from halfbyte.hf.model_support import blocks
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.ops import block_linear
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "transformers.md"
 CACHE = {"keys": "int8", "values": "int4_g32"}
 #: By their sizes in `families.py`.
 LIKE_LLAMA = (
@@ -85,7 +89,7 @@ DESCRIBED: dict[str, Any] = {
     **{name: functools.partial(tiny_config, name) for name in LIKE_LLAMA},
     "smollm3": lambda: tf.SmolLM3Config(**{**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}, no_rope_layer_interval=2),
     "phi3 partial": lambda: tf.Phi3Config(**LLAMA, pad_token_id=0, partial_rotary_factor=0.5),
-    "hyperclovax without norms": lambda: tf.HyperCLOVAXConfig(**LLAMA, use_post_norm=False),
+    "hyperclovax without norms": lambda: _changed(tiny_config("hyperclovax"), use_post_norm=False),
     "exaone4 windows": lambda: tf.Exaone4Config(
         **{**LLAMA, "num_hidden_layers": 4}, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2
     ),
@@ -132,6 +136,10 @@ def blocks_ran(monkeypatch: pytest.MonkeyPatch) -> list[FusedBlock]:
     forward = FusedBlock.forward
     monkeypatch.setattr(FusedBlock, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k))
     return ran
+
+
+def test_every_described_family_is_tested():
+    assert {type(block).__name__ for family in DESCRIBED for block in blocks(base(family))} == FAMILIES.keys()
 
 
 @pytest.mark.slow(sample=4)
@@ -267,11 +275,12 @@ class Launches(TorchDispatchMode):
 #: Launches of one block in a decode step: of the modules one by one, with fused projections where a family has several; fused,
 #: with a launch for each op of `halfbyte.ops.block`; and where projections do what surrounds them.
 LAUNCHES = {
-    "llama": (36, 9, 6),
+    **dict.fromkeys(("llama", "cwm", "emu3", "ministral", "seed_oss"), (36, 9, 6)),
     "mistral": (36, 9, 6),
     "qwen2": (36, 9, 6),
     "phi3": (38, 9, 6),
     "phi3 partial": (38, 9, 6),
+    "phi4_multimodal": (38, 9, 6),
     "arcee": (36, 10, 9),
     "exaone4": (52, 9, 8),
     "ernie4_5": (44, 9, 6),
@@ -286,8 +295,15 @@ LAUNCHES = {
     "gemma2": (60, 9, 8),
     "qwen3": (52, 9, 6),
     "olmo2": (54, 10, 9),
+    "olmo3": (54, 10, 9),
     "gemma3_text": (80, 9, 8),
 }
+
+
+def test_the_guide_says_how_many_launches():
+    rows = re.findall(r"^\| ([a-z0-9_, ]+) \| (\d+) \| (\d+) \| (\d+) \|$", GUIDE.read_text(), re.MULTILINE)
+    said = {family: tuple(map(int, counts)) for families, *counts in rows for family in families.split(", ")}
+    assert said == {family.removesuffix("_text"): counts for family, counts in LAUNCHES.items() if " " not in family}
 
 
 @pytest.mark.parametrize("tuned", [False, True])
@@ -316,7 +332,7 @@ def test_launches_of_a_block(family, tuned, prompt, monkeypatch):
 
         monkeypatch.setattr(owner, "forward", run)
 
-    own = family.startswith("phi3")  # whose projections are fused in the checkpoint
+    own = family.startswith("phi")  # whose projections are fused in the checkpoint
     model, found = packed(family, fuse_qkv=not own, fuse_gate_up=not own).bfloat16(), []
     for name in ("add_norm", "norm_rows", "gated"):
         as_one(fused_blocks, name)

@@ -41,7 +41,7 @@ class Description(NamedTuple):
     before_attention, after_attention   norms by name; None where a branch has none there
     before_mlp, after_mlp
     mlp                                 the name of what follows attention
-    interleaved                         positions rotate neighbors, see `Rope`
+    interleaved                         pairs that are rotated by position are interleaved, see `Rope`
     rotates                             whether an attention's q and k are rotated by position
     """
 
