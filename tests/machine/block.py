@@ -47,7 +47,7 @@ class Block:
         for bits, dtype in RAW.items():
             names = [name for name, width in program.registers.items() if width == bits]
             self.registers |= zip(names, np.full((len(names), self.threads), dtype.type(-1 % (1 << bits))), strict=True)
-        self.arguments = dict(zip((name for name, _ in program.parameters), launch.arguments, strict=True))
+        self.parameters = np.array([value % (1 << 64) for value in launch.arguments], np.uint64)
         self.number = number
         self.at, self.state = np.zeros(self.threads, np.int64), np.zeros(self.threads, np.int8)
         self.meeting = np.full(self.threads, -1)  # the barrier that a thread is at
@@ -66,6 +66,7 @@ class Block:
             "%ntid.x": np.asarray(self.threads),
         }
         #: Registers that are read only, and the symbol of shared memory: of each thread.
+        specials |= {name: np.asarray(i) for i, (name, _) in enumerate(program.parameters)}  # an address is its number
         self.specials = {name: np.broadcast_to(one, self.threads) for name, one in specials.items()}
 
     def run(self) -> None:

@@ -56,12 +56,11 @@ def _global(block: Block, lanes: Lanes, addresses: Array) -> Memory:
 
 
 def _parameter(one: Instruction, registers: dict[str, int], kind: str) -> Step:
-    into, name = one.operands
-    write = writer(str(into), registers, kind)
+    into, where = one.operands
+    write, read = writer(str(into), registers, kind), raw(str(where).strip("[]"), registers, 64)
 
     def run(block: Block, lanes: Lanes) -> None:
-        value = block.arguments[str(name).strip("[]")]
-        write(block, lanes, np.asarray(value % (1 << 8 * TYPES[kind].itemsize), np.uint64).astype(f"u{TYPES[kind].itemsize}"))
+        write(block, lanes, block.parameters[read(block, lanes)].astype(f"u{TYPES[kind].itemsize}"))
 
     return run
 
