@@ -288,6 +288,10 @@ def test_rows_choose_the_kernel() -> None:
         ("int4_sym_g128", 8192, 8192, 129, 131),
         ("int4_sym_g128", 6144, 4096, 64, 128),  # 48 tiles: two parts of each would leave a quarter of the GPU idle
         ("nvfp4", 128, 256, 33, 1),
+        ("int4_sym_g128", 28672, 4096, 64, 112),  # tiles of 256 rows, none of which is split
+        ("int4_sym_g128", 16384, 4096, 65, 128),
+        ("int4_g64", 28672, 4096, 64, 128),
+        ("int4_sym_g128", 4096, 4224, 32, 128),  # 33 scales of a row
     ],
 )
 def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, programs: int) -> None:
@@ -303,7 +307,6 @@ def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, pr
         ("int4_sym_g128", 4096, 4096, 257, {}, "M = 257; wgmma takes 17 to 256"),
         ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; wgmma needs 9.0"),
         ("nf4_dq", 4096, 4096, 32, {}, "nf4_dq is read by the portable kernel only"),
-        ("int4_sym_g128", 4096, 4224, 32, {}, "4-byte copies"),  # 33 scales of a row: no pieces of 4 bytes
         ("int8_col", 4096, 4104, 32, {}, "not a multiple of 16"),
     ],
 )

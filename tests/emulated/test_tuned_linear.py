@@ -60,6 +60,11 @@ CASES = (
     Product("mxfp4", 64, (130,), 640, torch.float16),
     Product("nvfp4", 40, (128, 64, 64), 576),
     Product("int8_g128", 32, (128,), 1024),
+    Product("int4_g128", 24, (130,), 1152),  # an odd number of scales
+    Product("int4_g128", 70, (250,), 640, num_sms=2),  # tiles of 256 rows
+    Product("int4_g128", 70, (250,), 640),  # programs that go from block to block and from tile to tile
+    Product("nf4", 70, (130, 64), 576, num_sms=2),  # and to the next weight
+    Product("int4_sym_col", 20, (300,), 544, torch.float16, num_sms=2),
 )
 
 

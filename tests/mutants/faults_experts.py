@@ -175,8 +175,15 @@ EXPERTS = [
     Mutant(
         "every expert has the weights of the first in the grouped kernel",
         GROUPED,
-        "_weight_at",
+        "_first_step",
         Rewrite("expert * _n + n0", "n0"),
+        tuned("test_any_ids[True-1-4]"),
+    ),
+    Mutant(
+        "scales of the grouped kernel's next tile are of this one's expert",
+        GROUPED,
+        "experts",
+        Rewrite("gl.where(over, behind[0], expert)", "expert"),
         tuned("test_any_ids[True-1-4]"),
     ),
     Mutant(

@@ -57,7 +57,7 @@ LINEAR = [
     Mutant(
         "codes come unswizzled",
         COPIES,
-        "fetch_codes",
+        "copy_codes",
         Rewrite("_c ^ _r", "_c"),
         copies("test_a_step_comes_to_where_it_is_read[int4_sym_g128-1-28672]"),
     ),
@@ -71,7 +71,7 @@ LINEAR = [
     Mutant(
         "codes beyond K",
         COPIES,
-        "fetch_codes",
+        "copy_codes",
         Rewrite("gl.where(_k < _l, _r, 0)", "gl.where(_k < _l, _r, _r)"),
         copies("test_a_step_comes_to_where_it_is_read[nf4-16-4096]"),
     ),
@@ -113,7 +113,7 @@ LINEAR = [
     Mutant(
         "codes addressed in 32 bits",
         COPIES,
-        "rows_at",
+        "codes_at",
         Rewrite("_n.to(gl.int64) * _w", "_n * _w"),
         copies("test_weights_may_be_larger_than_32_bits_count[int4_sym_g128]"),
     ),

@@ -53,11 +53,6 @@ class ExpertsWgmmaSpec(LinearWgmmaSpec):
         """Columns of the product that become one of the result."""
         return 1 if self.activation is None else 2
 
-    @property
-    def carried(self) -> bool:
-        """As in `LinearWgmmaSpec`, but not next to loads of scales: the compiler would copy sums of MMAs that are under way."""
-        return super().carried and (self.direct or self.copies_scales)
-
 
 @dataclass(frozen=True)
 class ExpertsWgmmaPlan:
@@ -83,10 +78,10 @@ def wgmma_experts(p: ExpertsProblem, gpu: GPU) -> ExpertsWgmmaPlan | str:
     most = _MOST_PAIRS[p.format.group_size(width) >= 64]
     if p.half == "bf16" and p.pairs > most * experts:
         return f"{p.pairs} pairs of a token and one of {experts} experts; wgmma takes up to {most} for each expert"
-    dense = wgmma_shape(LinearProblem(((p.format, features),), 64, width, p.half), use_pdl=False, loads=True)
+    dense = wgmma_shape(LinearProblem(((p.format, features),), 64, width, p.half), use_pdl=False)
     if not isinstance(dense, str) and (p.pairs <= _FEW_PAIRS * experts or (dense.halved and not dense.fold)):
         # Where sums of 32 k are scaled, a block of 64 pairs has too few registers.
-        dense = wgmma_shape(LinearProblem(((p.format, features),), 32, width, p.half), use_pdl=False, loads=True)
+        dense = wgmma_shape(LinearProblem(((p.format, features),), 32, width, p.half), use_pdl=False)
     if isinstance(dense, str):
         return dense
     spec = ExpertsWgmmaSpec(**vars(dense), activation=p.activation)

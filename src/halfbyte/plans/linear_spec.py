@@ -6,7 +6,7 @@ Specs are compile-time constants: kernels read their fields. plans/linear.py and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from halfbyte.formats import Format
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
@@ -226,43 +226,34 @@ class LinearWgmmaSpec:
     block_m: int  # batch rows in a block: 32 or 64
     chunk: int  # K of a step
     stages: int
-    scales_per_copy: int  # 0: scales of odd rows are not aligned for copies, and come to registers by loads
+    scales_per_load: int  # of a row that one load takes, and zero points
     use_pdl: bool
-    tile: int = 128  # rows of the weight: 64 for each of two warp groups
-    warps_m: int = 8  # warps, which divide them
-
-    @property
-    def k_slices(self) -> int:
-        """Groups of warps that take a chunk of K each: here all share one."""
-        return 1
-
-    @property
-    def pad_slots(self) -> int:
-        """Unused slots of the ring: none is needed, as an SM has no room for a second block."""
-        return 0
+    tile: int = 128  # rows of the weight: 128 or 256
+    whole: bool = False  # each program computes one tile
+    whole_tiles: bool = False  # no tile reaches beyond the rows of its weight
+    k_slices: ClassVar[int] = 1  # groups of warps that take a chunk of K each: here all share one
+    pad_slots: ClassVar[int] = 0  # unused slots of the ring: none is needed, as an SM has no room for a second block
+    code_parts: ClassVar[int] = 1
+    table_parts: ClassVar[int] = 1
+    sources: ClassVar[int] = 1
 
     @property
     def warps(self) -> int:
-        return self.warps_m
+        """They divide the rows of a tile: a warp group takes 64."""
+        return self.tile // 16
+
+    @property
+    def warps_m(self) -> int:
+        return self.warps
 
     @property
     def step(self) -> int:
         return self.chunk
 
     @property
-    def table_parts(self) -> int:
-        """Parts that a codebook is written in."""
-        return 1
-
-    @property
     def k_blocks(self) -> int:
         """Blocks of 64 k in a step: 128 bytes of x."""
         return self.chunk // 64
-
-    @property
-    def copies_scales(self) -> bool:
-        """Group scales have a ring."""
-        return self.weights[0].groups > 0 and self.scales_per_copy > 0
 
     @property
     def halved(self) -> bool:
@@ -285,29 +276,52 @@ class LinearWgmmaSpec:
         """A step's last MMA runs on into the next step. Not where codebook look-ups leave no registers for its sums, nor where
         the assembler would make it wait (two MMAs of codebook codes for each 64 k).
         """
-        return self.weights[0].kind != "table" or self.direct or (self.block_m < 64 and not self.halved)
+        low = self.block_m < 64 and not self.halved
+        return self.direct or low or (self.weights[0].kind != "table" and self.tile == 128)
+
+    @property
+    def ahead(self) -> int:
+        """Steps that copies are ahead: MMAs that run on into the next step read the slot of the step before."""
+        return self.stages - (2 if self.carried else 1)
 
     @property
     def sums(self) -> int:
-        """Columns of a tile's sums."""
         return self.block_m
 
     @property
     def partial_floats(self) -> int:
-        """fp32 numbers of one partial result."""
         return self.tile * self.block_m
 
     def columns(self, weight: WeightSpec) -> int:
-        """Scales of a row in one step."""
-        return self.chunk // 128 * weight.groups
+        """Numbers of a row that hold the scales of one step: of groups of 16 each holds two."""
+        return self.chunk // weight.scale_k if weight.group else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of those numbers."""
+        return self.weights[0].scale_bytes * (2 if self.weights[0].group == 16 else 1)
+
+    @property
+    def x_bytes(self) -> int:
+        """x of one stage."""
+        return 2 * self.chunk * self.block_m
+
+    @property
+    def x_at(self) -> int:
+        """Where x begins in the pool: behind codes and codebook."""
+        return self.weights[0].slots(self) * self.weights[0].slot_bytes(self)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Codes (the codebook behind them) and x of all stages: equal parts of each size that the pool is seen as."""
+        weight = self.weights[0]
+        part = max(weight.slot_bytes(self), CODEBOOK_BYTES if weight.codebook else 0)
+        return multiple(self.x_at + self.stages * self.x_bytes, part)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the rings of codes (the codebook behind them), scales and x, and a tile of y."""
-        weight = self.weights[0]
-        scales = self.tile * self.columns(weight) * weight.scale_bytes if self.copies_scales else 0
-        stages = self.stages * (2 * self.chunk * self.block_m + scales)
-        return weight.slots(self) * weight.slot_bytes(self) + stages + 2 * self.tile * self.block_m
+        """Shared memory of a block: the pool, and a tile of y."""
+        return self.ring_bytes + 2 * self.tile * self.block_m
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from halfbyte.device import GPU, sm_shared_memory, supports_wgmma
-from halfbyte.plans.linear import BLOCK_BYTES, gluon_linear, one_weight_spec, scale_copy_width
+from halfbyte.plans.linear import BLOCK_BYTES, gluon_linear, one_weight_spec
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
+from halfbyte.plans.weight_spec import WeightSpec
 
 #: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantized weights.
 FEWEST_ROWS, MOST_ROWS = 17, 256
@@ -27,35 +29,49 @@ def wgmma_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
     spec = wgmma_shape(p, use_pdl)
     if isinstance(spec, str):
         return spec
-    tiles, steps = p.tiles(spec.tile) * -(-m // spec.block_m), -(-width // spec.step)
-    programs = _programs(tiles, steps, gpu.num_sms)
-    return LinearPlan(spec, programs, tiles, steps, tiles if tiles % programs else 0, 1)
+    blocks = -(-m // spec.block_m)
+    if _wide(spec.weights[0]) and gpu.num_sms >= blocks * p.tiles(256) >= 0.8 * gpu.num_sms:
+        spec = _of_rows(spec, 256, 256, p) or spec
+    tiles, steps = p.tiles(spec.tile) * blocks, -(-width // spec.step)
+    return divided(spec, _programs(tiles, steps, gpu.num_sms), tiles, steps)
 
 
-def wgmma_shape(p: LinearProblem, use_pdl: bool, loads: bool = False) -> LinearWgmmaSpec | str:
-    """The shape of a block that computes a GEMM by warp-group MMA; in words, why none can. loads: see `wgmma_staged`."""
+def wgmma_shape(p: LinearProblem, use_pdl: bool) -> LinearWgmmaSpec | str:
+    """The shape of a block of 128 rows that computes a GEMM by warp-group MMA; in words, why none can."""
     m, width, weight = p.rows, p.width, one_weight_spec(p, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64
     if isinstance(weight, str):
         return weight
     if width % (8 * weight.codes_per_word):
         return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
-    # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x, and registers
-    # need not hold the scales.
     shape = LinearWgmmaSpec((weight,) * len(p.weights), p.half, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
-    spec = (wgmma_staged(replace(shape, chunk=512), width) if m <= 32 else None) or wgmma_staged(shape, width, loads)
-    return spec or f"the scales of K = {width} are not aligned for 4-byte copies, or three stages do not fit in shared memory"
+    # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x, and registers
+    # for their scales.
+    spec = _of_rows(shape, 128, 512, p) if m <= 32 else None
+    if spec is None or (spec.halved and spec.scales_per_load == 1):
+        spec = _of_rows(shape, 128, 256, p)
+    return spec or "three stages do not fit in shared memory"
 
 
-def wgmma_staged(shape: LinearWgmmaSpec, width: int, loads: bool = False) -> LinearWgmmaSpec | None:
-    """The same with as many stages as shared memory has room for, at most 8; None with fewer than 3, or where scales do not fit.
+def _of_rows(shape: LinearWgmmaSpec, tile: int, chunk: int, p: LinearProblem) -> LinearWgmmaSpec | None:
+    """The same with tiles of so many rows and steps of so many k, staged."""
+    return wgmma_staged(replace(shape, tile=tile, chunk=chunk, whole_tiles=all(n % tile == 0 for n in p.features)), p.width)
 
-    loads: scales that are not aligned for copies may be loaded.
-    """
+
+def divided(spec: LinearWgmmaSpec, programs: int, tiles: int, steps: int) -> LinearPlan:
+    """The plan of so many programs."""
+    return LinearPlan(replace(spec, whole=programs == tiles), programs, tiles, steps, tiles if tiles % programs else 0, 1)
+
+
+def _wide(weight: WeightSpec) -> bool:
+    """Whether 16 warps, of 128 registers a thread, can take a tile of 256 rows: x is read half as often."""
+    return weight.kind == "unsigned" and weight.group in (0, 128)
+
+
+def wgmma_staged(shape: LinearWgmmaSpec, width: int) -> LinearWgmmaSpec | None:
+    """The same with as many stages as shared memory has room for, at most 8; None with fewer than 3."""
     weight = shape.weights[0]
     if weight.group:
-        shape = replace(shape, scales_per_copy=scale_copy_width(shape.columns(weight), width // weight.group, weight.scale_bytes))
-        if not shape.scales_per_copy and (not loads or weight.group == 16):
-            return None
+        shape = replace(shape, scales_per_load=math.gcd(shape.columns(weight), width // weight.scale_k, 8))
     fits = [s for n in range(3, 9) if (s := replace(shape, stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
     return fits[-1] if fits else None
 

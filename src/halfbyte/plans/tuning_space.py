@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from halfbyte.device import GPU, Capability
 from halfbyte.plans.linear import planned, staged, with_copies
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
-from halfbyte.plans.linear_wgmma import wgmma_staged
+from halfbyte.plans.linear_wgmma import divided, wgmma_staged
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def with_linear_choice(plan: LinearPlan, c: LinearChoice, p: LinearProblem, gpu:
         return f"{c.programs} programs for {tiles} tiles of {steps} steps on {gpu.num_sms} multiprocessors"
     if isinstance(spec, LinearSpec):
         return planned(spec, c.programs, tiles, steps, c.blocks)
-    return LinearPlan(spec, c.programs, tiles, steps, tiles if tiles % c.programs else 0, c.blocks)
+    return divided(spec, c.programs, tiles, steps)
 
 
 def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: Capability) -> LinearSpec | str:
@@ -66,7 +66,7 @@ def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: Capabil
 def _warp_groups(spec: LinearWgmmaSpec, c: LinearChoice, width: int) -> LinearWgmmaSpec | str:
     if c.tile != spec.tile or c.chunk not in WGMMA_CHUNKS or c.blocks != 1:
         return f"{c} is no shape of this kernel"
-    most = wgmma_staged(replace(spec, chunk=c.chunk, stages=1, scales_per_copy=1), width)
+    most = wgmma_staged(replace(spec, chunk=c.chunk, stages=1), width)
     if most is None or not 3 <= c.stages <= most.stages:
         return f"{c.stages} stages of {c.chunk} k; shared memory has room for 3 to {most.stages if most else 0}"
     return replace(most, stages=c.stages)

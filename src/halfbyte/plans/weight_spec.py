@@ -78,6 +78,11 @@ class WeightSpec(WeightCodec):
         return self.group == 16 and self.groups_per_mma(spec) == 1
 
     @property
+    def scale_k(self) -> int:
+        """K that a number has the scales of where groups of 16 are read in pairs (warp-group MMA)."""
+        return max(32, self.group)
+
+    @property
     def scale_bytes(self) -> int:
         return _SCALES[self.scale]
 

@@ -15,7 +15,7 @@ from halfbyte.kernels.linear import kernel_of, mma, portable
 from halfbyte.kernels.linear.results import Around
 from halfbyte.kernels.linear.ring import Weights, weights_of
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
-from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem
+from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor, expected_parts
 
@@ -55,6 +55,7 @@ _SMALL_M = (
 _WGMMA = (
     ("int4_g64", 33, (4096, 1024, 1024), 4096, "fp16"),
     ("int4_sym_col", 24, (28672,), 4096, ""),
+    ("int4_g128", 64, (28672,), 4096, ""),
     ("int4_sym_g128", 32, (8192,), 8192, ""),
     ("int4_g128", 17, (4096, 1024, 1024), 4096, "bias"),
     ("int4_g32", 32, (4096,), 4096, "fp16"),
@@ -161,6 +162,8 @@ def _operands(p: LinearProblem, options: str) -> tuple[torch.Tensor, Weights]:
 def plan_configurations(p: LinearProblem, options: str, plan: LinearPlan, capability: Capability) -> Iterator[Configuration]:
     """What a launch of weights of one format by this plan would compile. options: "bias"."""
     why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
+    if isinstance(plan.spec, LinearWgmmaSpec) and plan.spec.tile == 256:
+        why = "up to 16 bytes, outside the loop: 16 warps have 128 registers a thread"
     full = f"{p.weights[0][0]}-M{p.rows}-{'x'.join(map(str, p.features))}-{options}-{of_capability(capability)}"
     given = (*_operands(p, options), plan, empty(1, dtype=torch.float32), empty(1))
     launch = functools.partial(kernel_of(plan).launch, *given)

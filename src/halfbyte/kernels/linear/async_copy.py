@@ -198,13 +198,19 @@ def _of_even_scales(piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def rows_at(codes, scales, zeros, row, step, K, S: gl.constexpr, C: gl.constexpr):
-    """Addresses of a thread's pieces of a step of the tile that begins with this row: codes, scales and zero points."""
+def codes_at(codes, row, step, K, S: gl.constexpr, C: gl.constexpr):
+    """The address of a thread's first piece of codes of a step of the tile that begins with this row."""
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     width = K // S.codes_per_word
     at = row.to(gl.int64) * width + step * (C.k_slices * S.words(C))
-    codes = codes.to(gl.int64) + 2 * (at + (t // pieces // C.sources * width + (k_slice_of(C) * S.words(C) + t % pieces * 8)))
+    return codes.to(gl.int64) + 2 * (at + (t // pieces // C.sources * width + (k_slice_of(C) * S.words(C) + t % pieces * 8)))
+
+
+@gluon.jit
+def rows_at(codes, scales, zeros, row, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Addresses of a thread's pieces of a step of the tile that begins with this row: codes, scales and zero points."""
+    codes = codes_at(codes, row, step, K, S, C)
     if S.groups > 0:
         scales = _scales_from(scales, row, step, K, False, S, C)
         if S.zero:
@@ -274,10 +280,8 @@ def fetch_scales(turn, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
-    """Ask for codes of the step that `at` points to, if `wanted`; returns where the next step is."""
-    codes, scales, zeros, rows = at
-    left = gl.where(wanted, K - step * C.step, 0)
+def copy_codes(slot, codes, rows, left, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes of the step that `codes` points to, of so many rows, of which so many k are left."""
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     w = k_slice_of(C)
@@ -296,6 +300,13 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes of the step that `at` points to, if `wanted`; returns where the next step is."""
+    codes, scales, zeros, rows = at
+    copy_codes(slot, codes, rows, gl.where(wanted, K - step * C.step, 0), K, S, C)
     codes += C.k_slices * S.words(C) * 2
     return codes, scales, zeros, rows
 

@@ -7,7 +7,7 @@ then, with an activation, columns 2n and 2n + 1 are a gate and its up projection
 The pairs of an expert are cut into blocks of C.block_m, which the sort lists (linear/experts_sort.py). A tile is a block times
 C.tile rows of its expert's weight. Tiles of an expert follow each other, its blocks innermost, so that those which run at the same
 time read the same weights and the same x. With P programs each takes every P-th tile, whole, and reads ahead into the next.
-Rings and products are those of linear/wgmma.py. A small kernel ahead (`gather`) sorts x and brings k into the order of the
+Copies and products are those of linear/wgmma.py. A small kernel ahead (`gather`) sorts x and brings k into the order of the
 operands; rows behind a block's last belong to others, and what becomes of them is not written.
 """
 
@@ -18,17 +18,17 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
-from halfbyte.kernels.common.compat import barrier, copy_to_shared
 from halfbyte.kernels.common.shares import quotient
+from halfbyte.kernels.linear.async_copy import codes_at, copy_codes, make_pool
 from halfbyte.kernels.linear.experts_mma import activated, results, stacked
 from halfbyte.kernels.linear.results import row_layout
-from halfbyte.kernels.linear.ring import Weights, fetch_weight, rows_at
+from halfbyte.kernels.linear.ring import Weights, load_scales
+from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
-from halfbyte.kernels.linear.wgmma import load_groups, make_rings, multiply, scaled, x_of
-from halfbyte.kernels.linear.wgmma_operands import in_order, sums_layout, x_copy_layout
+from halfbyte.kernels.linear.wgmma import arrived, copy_x, free_slot, multiply, tile_sums
+from halfbyte.kernels.linear.wgmma_operands import in_order, sums_layout
 from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, ExpertsWgmmaSpec
 from halfbyte.reference.experts import ExpertsCall
 
@@ -57,22 +57,40 @@ def _place(entry, columns, C: gl.constexpr):
 
 
 @gluon.jit
-def _weight_at(expert, n0, weights, K, S: gl.constexpr, C: gl.constexpr):
-    """As `weight_at`, of the first step from row n0 of an expert on."""
+def _first_step(place, weights, K, S: gl.constexpr, C: gl.constexpr):
+    """Where a tile begins: a thread's codes, the rows of its expert from there on, and its first pair."""
+    expert, n0, first, _ = place
     N = weights.features[0]
-    codes, scales = rows_at(weights.codes[0], weights.scales[0], expert * N + n0, 0, K, S, C)
-    return codes, scales, N - n0
+    return codes_at(weights.codes[0], expert * N + n0, 0, K, S, C), N - n0, first
 
 
 @gluon.jit
-def _fetch_x(ring, slot, X, first, step, steps, C: gl.constexpr):
-    """Ask for x of one step of the rows from `first` on."""
-    layout: gl.constexpr = x_copy_layout(C)
-    b = gl.arange(0, C.k_blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    m = gl.arange(0, C.block_m, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+def _next(at, step, steps, behind, S: gl.constexpr, C: gl.constexpr):
+    """One step further, or to where the next tile begins, without a branch (see linear/wgmma.py); and whether it is that."""
+    codes, rows, first = at
+    step += 1
+    over = step == steps
+    at = gl.where(over, behind[0], codes + S.words(C) * 2), gl.where(over, behind[1], rows), gl.where(over, behind[2], first)
+    return at, gl.where(over, 0, step), over
+
+
+@gluon.jit
+def _fetch(slot, X, at, step, steps, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes and x of one step, if `wanted`."""
+    codes, rows, first = at
+    copy_codes(slot, codes, rows, gl.where(wanted, K - step * C.chunk, 0), K, S, C)
+    t = thread_of(C)
     width = steps * C.chunk
-    copy_to_shared(x_of(ring, slot, C), X + (first.to(gl.int64) * width + step * C.chunk) + (m * width + (b * 64 + k)))
+    x = first.to(gl.int64) * width + step * C.chunk + (t // 8 * width + t % 8 * 8)
+    copy_x(slot, X.to(gl.int64) + 2 * x, 2 * width, wanted, 128, C)
+    commit()
+
+
+@gluon.jit
+def _load_scales(expert, n0, step, weights, K, S: gl.constexpr, C: gl.constexpr):
+    """Scales and zero points of a step of rows from n0 of an expert on."""
+    N = weights.features[0]
+    return load_scales(weights.scales[0], weights.zeros[0], expert * N + n0, N - n0, step, K - step * C.chunk, K, S, C)
 
 
 @gluon.jit
@@ -106,78 +124,56 @@ def experts(
     """One program's tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = sums_layout(C)
-    ahead: gl.constexpr = C.stages - 2
-    rings = make_rings(S, C)
-    if S.kind == "table":
-        make_codebook(rings[0], S, C)
-    N = weights.features[0]
-    codes = weights.codes[0]
-    scales = weights.scales[0]
-    zeros = codes if weights.zeros[0] is None else weights.zeros[0]
+    pool = make_pool(C)
     steps = (K + C.chunk - 1) // C.chunk
-    columns = (N + C.tile - 1) // C.tile
+    columns = (weights.features[0] + C.tile - 1) // C.tile
     tiles = gl.load(Blocks) * columns
     tile = gl.program_id(0)
     programs = gl.num_programs(0)
     end = quotient(gl.maximum(tiles - tile + programs - 1, 0), programs) * steps
     expert, n0, first, last = _place(_entry(tile, tiles, Blocks, columns), columns, C)
-    entry = _entry(tile + programs, tiles, Blocks, columns)
-    loads: gl.constexpr = S.groups > 0 and not C.copies_scales
-    zero_next = load_groups(zeros, expert * N + n0, n0, N, 0, K, S.zero, S, C)
-    scale_next = load_groups(scales, expert * N + n0, n0, N, 0, K, loads, S, C)
-    at = _weight_at(expert, n0, weights, K, S, C)
-    next_tile, next_step, next_first = tile, 0, first
-    for i in gl.static_range(ahead):
-        if i < end:
-            _fetch_x(rings[2], i, X, next_first, next_step, steps, C)
-            at = fetch_weight(rings, i, at, next_step, K, S, C)
-        async_copy.commit_group()
-        next_step += 1
-        if next_step == steps:
-            next_step = 0
+    behind = _place(_entry(tile + programs, tiles, Blocks, columns), columns, C)
+    scale, zero = _load_scales(expert, n0, 0, weights, K, S, C)
+    at = _first_step((expert, n0, first, last), weights, K, S, C)
+    next_at = _first_step(behind, weights, K, S, C)
+    next_tile = tile + programs
+    next_step = 0
+    for i in gl.static_range(gl.constexpr(C.ahead)):
+        _fetch(i, X, at, next_step, steps, i < end, K, S, C)
+        at, next_step, over = _next(at, next_step, steps, next_at, S, C)
+        if over:
             next_tile += programs
-            next_expert, next_n0, next_first, _ = _place(_entry(next_tile, tiles, Blocks, columns), columns, C)
-            at = _weight_at(next_expert, next_n0, weights, K, S, C)
+            next_at = _first_step(_place(_entry(next_tile, tiles, Blocks, columns), columns, C), weights, K, S, C)
+    if S.kind == "table":
+        make_codebook(pool, S, C)
+    check_addresses(pool, S, C)
     slot = 0
     now = 0
     while now < end:
         acc = gl.full([C.tile, C.block_m], 0.0, gl.float32, mma)
         pending = gl.full([C.tile, 1], 0.0, gl.float32, mma)
         p = warpgroup_mma_init(acc)
+        # What follows when this tile is done, ahead: it takes a trip to the L2 cache. Copies go on to a tile once in its steps.
         tile += programs
-        behind = _place(entry, columns, C)
-        entry = _entry(tile + programs, tiles, Blocks, columns)  # a tile early: it takes a trip to the L2 cache
+        next_tile += programs
+        entry = _entry(tile + programs, tiles, Blocks, columns)
+        next_entry = _entry(next_tile, tiles, Blocks, columns)
         for step in range(steps):
-            zero = zero_next
-            scale = scale_next
+            scale_now = scale
+            zero_now = zero
             over = step + 1 == steps
-            row = gl.where(over, behind[0] * N + behind[1], expert * N + n0)
-            row_n0 = gl.where(over, behind[1], n0)
-            zero_next = load_groups(zeros, row, row_n0, N, gl.where(over, 0, step + 1), K, S.zero, S, C)
-            scale_next = load_groups(scales, row, row_n0, N, gl.where(over, 0, step + 1), K, loads, S, C)
-            async_copy.wait_group(ahead - 1)
-            barrier()
-            fence_async_shared()
-            # Into the slot of two steps before: MMAs of the step before may still be running.
-            if now + ahead < end:
-                free = gl.where(slot >= 2, slot - 2, slot + ahead)
-                _fetch_x(rings[2], free, X, next_first, next_step, steps, C)
-                at = fetch_weight(rings, free, at, next_step, K, S, C)
-            async_copy.commit_group()
-            next_step += 1
-            if next_step == steps:
-                next_step = 0
-                next_tile += programs
-                next_expert, next_n0, next_first, _ = _place(_entry(next_tile, tiles, Blocks, columns), columns, C)
-                at = _weight_at(next_expert, next_n0, weights, K, S, C)
-            acc, p, pending = multiply(acc, p, pending, rings, slot, zero, scale, S, C)
+            of_expert, of_n0 = gl.where(over, behind[0], expert), gl.where(over, behind[1], n0)
+            scale, zero = _load_scales(of_expert, of_n0, gl.where(over, 0, step + 1), weights, K, S, C)
+            arrived(gl.constexpr(C.ahead - 1))
+            _fetch(free_slot(slot, C), X, at, next_step, steps, now + C.ahead < end, K, S, C)
+            at, next_step, _ = _next(at, next_step, steps, next_at, S, C)
+            acc, p, pending = multiply(acc, p, pending, pool, slot, scale_now, zero_now, S, C)
             now += 1
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
-        if C.carried:
-            acc = scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
-        _write(acc, expert, n0, first, last, weights, S, C)
+        _write(tile_sums(acc, p, pending, S, C), expert, n0, first, last, weights, S, C)
         expert, n0, first, last = behind
-    async_copy.wait_group(0)
+        behind = _place(entry, columns, C)
+        next_at = _first_step(_place(next_entry, columns, C), weights, K, S, C)
 
 
 @gluon.jit(do_not_specialize=["S"])

@@ -32,23 +32,9 @@ def mma_layout(C):
 
 
 @gluon.constexpr_function
-def code_copy_layout(C, words):
-    """One lane copies 16 bytes of a row."""
-    lanes = words // 8
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.k_slices, C.warps_m, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
 def plain(rank):
     """Row after row."""
     return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])
-
-
-@gluon.constexpr_function
-def scale_copy_layout(C, columns, piece):
-    """[rows, scales of a row in one step]: one lane copies `piece` scales."""
-    lanes = columns // piece
-    return gl.BlockedLayout([1, piece], [32 // lanes, lanes], [C.warps, 1], [1, 0])
 
 
 @gluon.constexpr_function

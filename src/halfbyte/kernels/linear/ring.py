@@ -1,5 +1,7 @@
-"""The linear kernels' weights: which one a tile belongs to, and for warp-group MMA how codes and scales of a step come into shared
-memory; zero points come straight to registers. For small M: linear/async_copy.py."""
+"""The linear kernels' weights, and which one a tile belongs to; for warp-group MMA how scales and zero points come to registers."""
+
+# ruff: noqa: RUF005
+# Triton compiles a part of Python: tuples are joined with `+`.
 
 from __future__ import annotations
 
@@ -10,9 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.common.compat import copy_to_shared
-from halfbyte.kernels.common.layouts import code_ring_layout
-from halfbyte.kernels.linear.operands import code_copy_layout, plain, scale_copy_layout
+from halfbyte.kernels.linear.operands import halves, scale_layout
 from halfbyte.tensors import QuantTensor
 
 
@@ -51,17 +51,6 @@ def weights_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | N
 
 
 @gluon.jit
-def weight_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory: codes and scales of each stage. Codes come first: a table behind them is read by its address."""
-    codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.k_slices, C.tile, S.words(C)], code_ring_layout(S.words(C)))
-    scales = codes
-    if C.copies_scales:
-        scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
-        scales = gl.allocate_shared_memory(scale_type, [C.stages, C.tile, C.columns(S)], plain(2))
-    return codes, scales
-
-
-@gluon.jit
 def place(tile, weights, C: gl.constexpr):
     """The weight that a tile belongs to: its tensors, its rows, and the number of the tile in it."""
     codes, scales, out, n = weights.codes[0], weights.scales[0], weights.outs[0], weights.features[0]
@@ -87,64 +76,77 @@ def place(tile, weights, C: gl.constexpr):
     return codes, scales, zeros, bias, factor, out, n, (tile - first) * C.tile
 
 
-@gluon.jit
-def _scale_pointers(Base, n0, step, K, S: gl.constexpr, C: gl.constexpr):
-    """Addresses of the scales of a step of a tile, [tile, groups]."""
-    columns: gl.constexpr = C.columns(S)
-    layout: gl.constexpr = scale_copy_layout(C, columns, C.scales_per_copy)
-    row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
-    c = gl.arange(0, columns, layout=gl.SliceLayout(0, layout))[None, :]
-    G = K // (S.group * C.scales_per_copy) * C.scales_per_copy  # scales of a row: the compiler sees that they are whole pieces
-    return Base + (n0.to(gl.int64) * G + step * columns) + (row * G + c)
+@gluon.constexpr_function
+def _in_word(C, size):
+    """Numbers of `size` bytes in one of the words that they stay in until they are used: else each would take a register."""
+    return min(C.scales_per_load, 4 // size)
+
+
+@gluon.constexpr_function
+def _word_type(C, size):
+    return {1: gl.int8, 2: gl.int16, 4: gl.int32}[size * _in_word(C, size)]
 
 
 @gluon.jit
-def _copy_scales(ring, pointers, rows, columns, S: gl.constexpr, C: gl.constexpr):
-    """Scales of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
-    layout: gl.constexpr = scale_copy_layout(C, C.columns(S), C.scales_per_copy)
-    row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
-    c = gl.arange(0, C.columns(S), layout=gl.SliceLayout(0, layout))[None, :]
-    copy_to_shared(ring, pointers, mask=(row < rows) & (c < columns))
+def _groups_at(base, n0, rows, step, K, size: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Addresses of the scales (or zero points, numbers of so many bytes) of a step of `rows` rows from n0 on, [tile, words].
+
+    Further rows repeat the last.
+    """
+    words: gl.constexpr = gl.constexpr(C.columns(S) // _in_word(C, size))
+    together: gl.constexpr = gl.constexpr(C.scales_per_load // _in_word(C, size))
+    layout: gl.constexpr = scale_layout(C, words)
+    row = gl.minimum(gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None], rows - 1)
+    c = gl.arange(0, words, layout=gl.SliceLayout(0, layout))[None, :]
+    width = K // (S.scale_k * C.scales_per_load) * together  # of a row: the compiler sees that loads are aligned
+    base = base.to(gl.pointer_type(_word_type(C, size)), bitcast=True)
+    return base + (n0.to(gl.int64) * width + step * words) + (row * width + c)
 
 
 @gluon.jit
-def weight_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
-    """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
-    codes, scales, _, _, _, _, N, n0 = place(tile, weights, C)
-    codes, scales = rows_at(codes, scales, n0, step, K, S, C)
-    return codes, scales, N - n0
+def _load_groups(pointers, left, S: gl.constexpr, C: gl.constexpr):
+    """The words there, 0 beyond the K that is `left`."""
+    words: gl.constexpr = pointers.shape[1]
+    together: gl.constexpr = gl.constexpr(words * C.scales_per_load // C.columns(S))
+    c = gl.arange(0, words, layout=gl.SliceLayout(0, scale_layout(C, words)))[None, :]
+    there = c < left // (S.scale_k * C.scales_per_load) * together
+    return gl.load(pointers, mask=there.broadcast_to(pointers.shape), other=0)
 
 
 @gluon.jit
-def rows_at(codes, scales, n0, step, K, S: gl.constexpr, C: gl.constexpr):
-    """Addresses of codes and scales of a step from row n0 of a matrix on."""
-    layout: gl.constexpr = code_copy_layout(C, S.words(C))
-    w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    width = K // (8 * S.codes_per_word) * 8  # words of a row: whole 16-byte pieces
-    codes = codes + (n0.to(gl.int64) * width + step * (C.k_slices * S.words(C))) + (row * width + (w * S.words(C) + c))
-    if C.copies_scales:
-        scales = _scale_pointers(scales, n0, step, K, S, C)
-    return codes, scales
+def load_scales(scales, zeros, n0, rows, step, left, K, S: gl.constexpr, C: gl.constexpr):
+    """Scales and zero points of a step of `rows` rows from n0 on, of which so many k are left, as words; 0 where there are none."""
+    scale = 0
+    zero = 0
+    if S.groups > 0:
+        scale = _load_groups(_groups_at(scales, n0, rows, step, K, C.scale_bytes, S, C), left, S, C)
+    if S.zero:
+        zero = _load_groups(_groups_at(zeros, n0, rows, step, K, 1, S, C), left, S, C)
+    return scale, zero
 
 
 @gluon.jit
-def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
-    """Ask for codes and scales of the step that `at` points to; returns where the next one is."""
-    codes, scales, rows = at
-    left = K - step * C.step
-    if (rows >= C.tile) & (left >= C.step):
-        copy_to_shared(rings[0].index(slot), codes)
-    else:
-        layout: gl.constexpr = code_copy_layout(C, S.words(C))
-        w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-        row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-        c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (w * S.words(C) + c < left // (8 * S.codes_per_word) * 8))
-    codes += C.k_slices * S.words(C)
-    if C.copies_scales:
-        columns = left // (S.group * C.scales_per_copy) * C.scales_per_copy
-        _copy_scales(rings[1].index(slot), scales, rows, columns, S, C)
-        scales += C.columns(S)
-    return codes, scales, rows
+def numbers(words, size: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a step [tile, words] as one tensor [tile] of their bits a group; of groups of 16, of two."""
+    n: gl.constexpr = words.shape[1].bit_length() - 1
+    parts = halves(gl.reshape(words, [C.tile] + [2] * n), n)
+    per: gl.constexpr = _in_word(C, size)
+    made = ()
+    for i in gl.static_range(gl.constexpr(C.columns(S))):
+        word = parts[i // per].to(gl.int32) >> 8 * size * (i % per)
+        made = made + (word.to(gl.uint8 if size == 1 else gl.int16 if size == 2 and S.group != 16 else gl.int32),)
+    return made
+
+
+@gluon.jit
+def typed(bits, S: gl.constexpr):
+    """Bits as scales of their type."""
+    made = ()
+    for i in gl.static_range(len(bits)):
+        one = bits[i]
+        if S.scale == "f16":
+            one = one.to(gl.float16, bitcast=True)
+        elif S.scale == "f32":
+            one = one.to(gl.float32, bitcast=True)
+        made = made + (one,)
+    return made

@@ -51,6 +51,21 @@ def unpack_nibbles(x, C: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _in_place_asm(C):
+    low = "lop3.b32 {0}, {1}, 0x000F000F, 0x43004300, 0xEA;" if C.dtype == "bf16" else "and.b32 {0}, {1}, 0x000F000F;"
+    lines = ["{ .reg .b32 h; shr.u32 h, $4, 8;"]
+    for i, source in enumerate(("$4", "h")):
+        lines += [low.format(f"${2 * i}", source), f"and.b32 ${2 * i + 1}, {source}, 0x00F000F0;"]
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def unpack_in_place(x, C: gl.constexpr):
+    """As `unpack_nibbles`, with one shift instead of three: every second code is n * 2^-129 (bf16) or n * 2^-20 (fp16)."""
+    return by_pairs(_in_place_asm(C), 4, gl.constexpr(C.dtype), (x,))
+
+
+@gluon.constexpr_function
 def _exact_asm(S, C):
     """unpack_nibbles, then the bias is subtracted: exact, 128 + n and n * 2^-24 have room for it."""
     if C.dtype == "bf16":

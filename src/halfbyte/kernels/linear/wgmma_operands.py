@@ -1,6 +1,6 @@
 """Warp-group MMAs of quantized weights: layouts, the order of K, and how stored words become the left operand."""
 
-# ruff: noqa: RET505, RUF005
+# ruff: noqa: RUF005
 # Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
 
 from __future__ import annotations
@@ -9,21 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.scales import to_float
-from halfbyte.kernels.linear.operands import dtype_of, halves, sixteenth_layout
-from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
+from halfbyte.kernels.linear.operands import dtype_of
+from halfbyte.kernels.linear.unpack import look_up, unpack_in_place, unpack_int8, unpack_nibbles
 
 
 @gluon.constexpr_function
 def sums_layout(C):
     """wgmma.m64nNk16: out features are its M axis, 16 for each warp; the batch is its N axis."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps_m, 1], instr_shape=[16, C.block_m, 16])
-
-
-@gluon.constexpr_function
-def x_copy_layout(C):
-    """[blocks of 64 k, rows, 64]: eight lanes copy the 128 bytes of a row."""
-    rows = min(C.warps_m, max(1, C.block_m // 4))
-    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [C.warps_m // rows, rows, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -45,20 +38,17 @@ def in_order(x, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
-    """Scales of 16-code groups, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
+def sixteenths(pairs, S: gl.constexpr, C: gl.constexpr):
+    """Scales of 16-code groups, two in each of `pairs` [tile], for each 64 k of a step: 16-bit operands [tile, 16] for codes."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
-    like = gl.full([C.tile, 16], 0.0, dtype_of(C), la)
-    grouped: gl.constexpr = gl.reshape(like, [C.tile, 4, 4]).type.layout
-    G: gl.constexpr = C.columns(S)
-    n: gl.constexpr = (G // 4).bit_length() - 1
-    s = to_float(ring.load(sixteenth_layout(C, G)), S).to(dtype_of(C))
-    s = gl.permute(gl.reshape(s, [C.tile, G // 4, 4]), [0, 2, 1])
-    parts = halves(gl.reshape(s, [C.tile, 4] + [2] * n), n)
+    layout: gl.constexpr = gl.reshape(gl.full([C.tile, 16], 0.0, dtype_of(C), la), [C.tile, 2, 2, 4]).type.layout
+    odd = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
     made = ()
-    for block in gl.static_range(G // 4):
-        one = gl.expand_dims(gl.convert_layout(parts[block], gl.SliceLayout(2, grouped), assert_trivial=True), 2)
-        one = one + gl.full([C.tile, 4, 4], 0.0, dtype_of(C), grouped)
+    for block in gl.static_range(gl.constexpr(C.columns(S) // 2)):
+        pair = gl.join(pairs[2 * block], pairs[2 * block + 1])
+        pair = gl.convert_layout(pair, gl.SliceLayout(2, gl.SliceLayout(3, layout)), assert_trivial=True)
+        one = (gl.expand_dims(gl.expand_dims(pair, 2), 3).to(gl.int32) >> odd * 8).to(gl.uint8)
+        one = to_float(one, S).to(dtype_of(C)).broadcast_to([C.tile, 2, 2, 4])
         made = made + (gl.convert_layout(gl.reshape(one, [C.tile, 16]), la, assert_trivial=True),)
     return made
 
@@ -75,11 +65,19 @@ def _pairwise(name: gl.constexpr, a, b, C: gl.constexpr):
 
 
 @gluon.jit
+def _fused(p, factor: gl.constexpr, plus, C: gl.constexpr):
+    """p * factor + plus, exactly, two numbers of 16 bits at a time."""
+    factor = gl.full([C.tile, 16], factor, dtype_of(C), p.type.layout)
+    asm: gl.constexpr = gl.constexpr(f"fma.rn.{'bf16x2' if C.dtype == 'bf16' else 'f16x2'} $0, $1, $2, $3;")
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [p, factor, plus], dtype=p.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _rows(v, C: gl.constexpr):
     """[tile], the same for all 16 k of an operand."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
     v = gl.expand_dims(gl.convert_layout(v.to(dtype_of(C)), gl.SliceLayout(1, la), assert_trivial=True), 1)
-    return v + gl.full([C.tile, 16], 0.0, dtype_of(C), la)
+    return v.broadcast_to([C.tile, 16])
 
 
 @gluon.jit
@@ -99,13 +97,28 @@ def _one_behind_other(a, b, C: gl.constexpr):
     return gl.convert_layout(a, la, assert_trivial=True)
 
 
-@gluon.jit
-def joined(parts, C: gl.constexpr):
-    """Two or four operands of 16 k as one."""
-    if len(parts) == 2:
-        return _one_behind_other(parts[0], parts[1], C)
-    else:
-        return _one_behind_other(_one_behind_other(parts[0], parts[1], C), _one_behind_other(parts[2], parts[3], C), C)
+@gluon.constexpr_function
+def in_place(S):
+    """Whether codes are masked where they stand: not those of groups of 32, of which an operand has two of a word."""
+    return S.kind == "unsigned" and S.group != 32
+
+
+@gluon.constexpr_function
+def taken(S, C):
+    """What part of their value codes are taken: of those of bf16 that stand 2^129 too low a factor of 2^127 makes a quarter."""
+    return 0.25 if in_place(S) and C.dtype == "bf16" else 1.0
+
+
+@gluon.constexpr_function
+def _factor(operand, S, C):
+    """What an operand is multiplied by where codes are masked where they stand."""
+    return (2.0**127 if C.dtype == "bf16" else 2.0**-4) if operand % 2 else taken(S, C)
+
+
+@gluon.constexpr_function
+def _excess(operand, S, C):
+    """What an operand exceeds its codes' values by, times their part that is taken; zero points left out."""
+    return S.bias * S.unit(C.dtype) * taken(S, C) if in_place(S) and operand % 2 else S.shift(C.dtype) * taken(S, C)
 
 
 @gluon.jit
@@ -115,6 +128,8 @@ def _planes(codes, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     if S.kind == "signed":
         first = unpack_int8(codes.slice(block * 32, 16, dim=1).load(la), C)
         planes = first + unpack_int8(codes.slice(block * 32 + 16, 16, dim=1).load(la), C)
+    elif in_place(S):
+        planes = unpack_in_place(codes.slice(block * 16, 16, dim=1).load(la), C)
     elif S.kind == "unsigned":
         planes = unpack_nibbles(codes.slice(block * 16, 16, dim=1).load(la), C)
     else:
@@ -135,12 +150,15 @@ def _group_of(block, operand, S):
 @gluon.jit
 def _exact(p, block: gl.constexpr, operand: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
     """An operand less what its codes have too much: 128, a bias, a zero point; times its scale, where that is exact."""
-    shift: gl.constexpr = S.shift(C.dtype)
+    shift: gl.constexpr = _excess(operand, S, C)
     group: gl.constexpr = _group_of(block, operand, S)
+    plus = gl.full([C.tile, 16], -shift, dtype_of(C), p.type.layout)
     if S.zero:
-        p = _pairwise("sub", p, _rows(zeros[group].to(gl.float32) * S.unit(C.dtype) + shift, C), C)
-    elif shift != 0.0:
-        p = _pairwise("sub", p, gl.full([C.tile, 16], shift, dtype_of(C), p.type.layout), C)
+        plus = _rows(zeros[group].to(gl.float32) * -(S.unit(C.dtype) * taken(S, C)) - shift, C)
+    if in_place(S):
+        p = _fused(p, _factor(operand, S, C), plus, C)
+    elif S.zero or shift != 0.0:
+        p = _pairwise("add", p, plus, C)
     if C.fold and S.group == 16:
         p = _pairwise("mul", p, scales[block], C)
     elif C.fold:
