@@ -43,6 +43,12 @@ def to_bf16(x: Array) -> Array:
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
 
 
+def _e4m3(bits: Array) -> Array:
+    """Numbers in E4M3, of uint16."""
+    numbers = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).astype(np.uint16).view(np.float16) * np.float64(256)
+    return np.where((bits & 0x7F) == 0x7F, np.nan, numbers)
+
+
 def constant(text: str) -> int | float | None:
     """The value of an immediate operand."""
     if text.startswith(("0f", "0F")):
@@ -307,6 +313,8 @@ def _compare_halves(one: Instruction, registers: dict[str, int], compare: Callab
 
 def _convert(one: Instruction, registers: dict[str, int], parts: list[str]) -> Step:
     to, source = parts[-2], parts[-1]
+    if source == "e4m3x2":
+        return _apply(one, registers, lambda pair: np.stack([_e4m3(pair & 255), _e4m3(pair >> 8)], -1), ["b16"], to)
     if to in PACKED:  # the first operand becomes the upper half
         return _apply(one, registers, lambda high, low: np.stack(np.broadcast_arrays(low, high), -1), [source, source], to)
     if "rzi" in parts:

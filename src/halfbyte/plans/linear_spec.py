@@ -234,7 +234,7 @@ class LinearWgmmaSpec:
     k_slices: ClassVar[int] = 1  # groups of warps that take a chunk of K each: here all share one
     pad_slots: ClassVar[int] = 0  # unused slots of the ring: none is needed, as an SM has no room for a second block
     code_parts: ClassVar[int] = 1
-    table_parts: ClassVar[int] = 1
+    table_parts: ClassVar[int] = 2  # of half its size: whole, more shared memory would be rounded off than a stage takes
     sources: ClassVar[int] = 1
 
     @property
@@ -315,7 +315,7 @@ class LinearWgmmaSpec:
     def ring_bytes(self) -> int:
         """Codes (the codebook behind them) and x of all stages: equal parts of each size that the pool is seen as."""
         weight = self.weights[0]
-        part = max(weight.slot_bytes(self), CODEBOOK_BYTES if weight.codebook else 0)
+        part = max(weight.slot_bytes(self), CODEBOOK_BYTES // self.table_parts if weight.codebook else 0)
         return multiple(self.x_at + self.stages * self.x_bytes, part)
 
     @property

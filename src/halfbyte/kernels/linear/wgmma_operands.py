@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from halfbyte.kernels.common.layouts import by_pairs
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.linear.operands import dtype_of
 from halfbyte.kernels.linear.unpack import look_up, unpack_in_place, unpack_int8, unpack_nibbles
@@ -37,19 +38,34 @@ def in_order(x, S: gl.constexpr, C: gl.constexpr):
     return gl.reshape(x, [B, R, 64])
 
 
+@gluon.constexpr_function
+def _sixteenths_asm(C):
+    """E4M3 scales $2 of 64 k, one a byte: as 16-bit numbers, each twice, the two that the bytes of $4 say."""
+    lines = ["{ .reg .b32 s; .reg .b16 a, b; .reg .f32 f; prmt.b32 s, $2, 0, $4; mov.b32 {a, b}, s; cvt.rn.f16x2.e4m3x2 s, a;"]
+    if C.dtype == "bf16":
+        lines.append(
+            "mov.b32 {a, b}, s; cvt.f32.f16 f, a; cvt.rn.bf16x2.f32 $0, f, f; cvt.f32.f16 f, b; cvt.rn.bf16x2.f32 $1, f, f;"
+        )
+    else:
+        lines.append("prmt.b32 $0, s, 0, 0x1010; prmt.b32 $1, s, 0, 0x3232;")
+    return " ".join(lines) + " } // $3 $5"
+
+
 @gluon.jit
 def sixteenths(pairs, S: gl.constexpr, C: gl.constexpr):
     """Scales of 16-code groups, two in each of `pairs` [tile], for each 64 k of a step: 16-bit operands [tile, 16] for codes."""
-    la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
-    layout: gl.constexpr = gl.reshape(gl.full([C.tile, 16], 0.0, dtype_of(C), la), [C.tile, 2, 2, 4]).type.layout
-    odd = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
+    like = gl.full([C.tile, 16], 0.0, dtype_of(C), gl.DotOperandLayout(0, sums_layout(C), 2))
+    half, _ = gl.split(gl.permute(gl.reshape(like, [C.tile, 2, 8]), [0, 2, 1]))
+    layout: gl.constexpr = gl.reshape(half, [C.tile, 2, 4]).type.layout
+    odd = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    which = (0x4420 + odd * 0x11).broadcast_to([C.tile, 2, 4])
     made = ()
     for block in gl.static_range(gl.constexpr(C.columns(S) // 2)):
-        pair = gl.join(pairs[2 * block], pairs[2 * block + 1])
-        pair = gl.convert_layout(pair, gl.SliceLayout(2, gl.SliceLayout(3, layout)), assert_trivial=True)
-        one = (gl.expand_dims(gl.expand_dims(pair, 2), 3).to(gl.int32) >> odd * 8).to(gl.uint8)
-        one = to_float(one, S).to(dtype_of(C)).broadcast_to([C.tile, 2, 2, 4])
-        made = made + (gl.convert_layout(gl.reshape(one, [C.tile, 16]), la, assert_trivial=True),)
+        four = pairs[2 * block] & 0xFFFF | pairs[2 * block + 1] << 16
+        four = gl.convert_layout(four, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)
+        four = gl.expand_dims(gl.expand_dims(four, 1), 2).broadcast_to([C.tile, 2, 4])
+        first, second = by_pairs(_sixteenths_asm(C), 2, gl.constexpr(C.dtype), (four, which), 4)
+        made = made + (_one_behind_other(gl.reshape(first, [C.tile, 8]), gl.reshape(second, [C.tile, 8]), C),)
     return made
 
 
