@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_cases import Case, Variant, build, same_bits
 from gpu_place import PLACE
+from torch.multiprocessing.spawn import spawn
 
 import halfbyte as hb
+from halfbyte.ops.all_reduce import AllReduce
+from halfbyte.ops.block import add_norm
+from halfbyte.reference.block import Norm
 
 GPUS = 0 if PLACE.dry else torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, there are {GPUS}")
@@ -77,3 +83,59 @@ def test_one_sequence_over_all_gpus(impl: str) -> None:
     whole, whole_lse = attend(0, length, "cuda:0", sinks=sinks.to("cuda:0"))
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=2e-5)
     torch.testing.assert_close(merged, whole, rtol=0.02, atol=2 * torch.finfo(torch.bfloat16).eps * float(whole.abs().max()))
+
+
+def _chain(reduce: AllReduce, xs: list[torch.Tensor], residual: torch.Tensor, norm: Norm, impl: str) -> list[torch.Tensor]:
+    """hidden and out of some layers, each of which adds the ranks' x to the hidden of the one before."""
+    made = []
+    for x in xs:
+        residual, out = add_norm(x, residual, norm, ranks=reduce, impl=impl)
+        assert out is not None
+        made += [residual, out]
+    return made
+
+
+def _sum_as_rank(rank: int, ranks: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", f"tcp://localhost:{port}", rank=rank, world_size=ranks, device_id=device)
+    width = 4096
+    reduce = AllReduce(width, torch.bfloat16, device)
+    assert reduce.peers is not None, "the GPUs of this host cannot write to each other's memory"
+    draw = torch.Generator(device).manual_seed(rank)
+    alike = torch.Generator(device).manual_seed(99)
+    norm = Norm(torch.randn(width, device=device, generator=alike).bfloat16(), 1e-5, "rounded")
+    for rows in (1, 7, reduce.peers.capacity, reduce.peers.capacity + 1):  # the last by NCCL
+        residual = torch.randn(rows, width, device=device, generator=alike).bfloat16()
+        xs = [torch.randn(rows, width, device=device, generator=draw).bfloat16() for _ in range(5)]
+        expected, hidden = [], residual
+        for x in xs:
+            parts = [torch.empty_like(x) for _ in range(ranks)]
+            dist.all_gather(parts, x)
+            total = sum((part.float() for part in parts[1:]), parts[0].float())
+            hidden = hidden + total.bfloat16()
+            expected.append(hidden)
+        _chain(reduce, xs, residual, norm, "auto")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = _chain(reduce, xs, residual, norm, "auto")
+        for _ in range(2000):
+            graph.replay()
+        torch.cuda.synchronize()
+        if rows <= reduce.peers.capacity:
+            assert all(map(same_bits, made[::2], expected)), rows
+        every = torch.stack(made)
+        others = [torch.empty_like(every) for _ in range(ranks)]
+        dist.all_gather(others, every)
+        assert all(same_bits(every, other) for other in others), rows
+        if rank:  # the others are late
+            torch.cuda._sleep(10**7 * rank)
+        assert all(map(same_bits, _chain(reduce, xs, residual, norm, "triton"), made)), rows
+    dist.destroy_process_group()
+
+
+def test_sums_over_ranks_in_the_launch_that_needs_them() -> None:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    spawn(_sum_as_rank, (GPUS, port), nprocs=GPUS)

@@ -27,10 +27,13 @@ from torch import nn
 
 from halfbyte.hf.attention import CACHE, attention
 from halfbyte.hf.model_support import blocks, layer_window
+from halfbyte.hf.parallel import all_reduce_of, partial_layer
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
+from halfbyte.ops.all_reduce import AllReduce
 from halfbyte.ops.block import add_norm, gated, norm_rows
 from halfbyte.ops.block_linear import Rows, Unscaled, add_projection, gated_projection, halves, projected
+from halfbyte.ops.linear import linear
 from halfbyte.reference.block import Norm
 
 
@@ -107,9 +110,9 @@ def fused_view(model: Any) -> Any | None:
         return None
     family, norms = _family(layers[0]), [_norms_of(layer) for layer in layers]
     last, ahead, rotary_dim = _norm(parent.norm, family.kind), _Ahead(), _rotary_dim(parent)
-    tables = _Tables(rotary_dim, family.interleaved)
+    tables, ranks = _Tables(rotary_dim, family.interleaved), all_reduce_of(model)
     made = [
-        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family, tables, rotary_dim))
+        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family, tables, rotary_dim), ranks)
         for layer, own, following in zip(layers, norms, [*(n[0] for n in norms[1:]), last], strict=True)
     ]
     inner: dict[str, nn.Module] = {"layers": nn.ModuleList(made), "norm": _FinalNorm(last, ahead)}
@@ -197,13 +200,15 @@ class _FinalNorm(nn.Module):
 class FusedBlock(nn.Module):
     """A decoder block with its `norms` in the order of `Description`, then that of what comes behind it.
 
-    heads: how its attention finds q, k and v; None: it is called as it is.
+    heads: how its attention finds q, k and v; None: it is called as it is. ranks: as in `add_norm`.
     """
 
-    def __init__(self, layer: Any, norms: Sequence[Norm | None], ahead: _Ahead, heads: _Heads | None) -> None:
+    def __init__(
+        self, layer: Any, norms: Sequence[Norm | None], ahead: _Ahead, heads: _Heads | None, ranks: AllReduce | None
+    ) -> None:
         super().__init__()
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.following = norms
-        self.ahead, self.multiplier = ahead, float(getattr(layer, "residual_multiplier", 1.0))
+        self.ahead, self.ranks, self.multiplier = ahead, ranks, float(getattr(layer, "residual_multiplier", 1.0))
         self.attend: _Branch = _as_it_is(layer.self_attn) if heads is None else heads.attend
         self.mlp: _Branch = _mlp(getattr(layer, _family(layer).mlp))
 
@@ -222,8 +227,13 @@ class FusedBlock(nn.Module):
         made: Rows | None
         if after is None and (quantized := _quantized(last)):
             hidden, made = add_projection(x, quantized.weight, quantized.bias, hidden, before, multiplier=self.multiplier)
-        else:
-            hidden, made = add_norm(x if last is None else last(x), hidden, before, after=after, multiplier=self.multiplier)
+            return hidden, hidden if made is None else made
+        ranks = None
+        if self.ranks is not None and (partial := partial_layer(last)):
+            x, ranks = linear(x, partial.weight), self.ranks
+        elif last is not None:
+            x = last(x)
+        hidden, made = add_norm(x, hidden, before, after=after, multiplier=self.multiplier, ranks=ranks)
         return hidden, hidden if made is None else made
 
 

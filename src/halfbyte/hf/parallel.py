@@ -13,22 +13,45 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 
 from halfbyte.errors import Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.nn import QuantLinear
+from halfbyte.ops.all_reduce import AllReduce
 
 _COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 _ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
 #: transformers' word for a parameter that every rank has whole.
 WHOLE = "replicate"
+_sums: WeakKeyDictionary[Any, AllReduce] = WeakKeyDictionary()
 
 
 def ranks_of(model: Any) -> int:
     """Ranks that share each layer; 1 without tensor parallelism."""
     return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+
+
+def all_reduce_of(model: Any) -> AllReduce | None:
+    """How partial sums of a model's ranks are added up, kept with the model: every rank asks at the same time.
+
+    None without tensor parallelism, and where other ranks than those of a layer belong to the default process group.
+    """
+    ranks = ranks_of(model)
+    if ranks == 1 or ranks != dist.get_world_size():
+        return None
+    if model not in _sums:
+        _sums[model] = AllReduce(model.config.get_text_config().hidden_size, model.dtype, model.device)
+    return _sums[model]
+
+
+def partial_layer(layer: Any) -> QuantLinear | None:
+    """A row-parallel layer that gives a rank's partial sums; None for others, and with a bias, which is added behind the sum."""
+    known = type(layer) is QuantLinear and layer.parallel_style == "rowwise" and layer.bias is None
+    return layer if known else None
 
 
 def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops._library import level, pairs_launches
+from halfbyte.ops.all_reduce import AllReduce
 from halfbyte.reference import block as reference
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
 
@@ -27,12 +28,14 @@ def add_norm(
     *,
     after: Norm | None = None,
     multiplier: float = 1.0,
+    ranks: AllReduce | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """hidden = residual + multiplier * after(x), and before(hidden): x and residual [..., N] of one type.
 
     after   the norm of a branch's output, as in Gemma 2; None: x as it is
     before  the norm of the next branch's input; None: the second result is None
+    ranks   sums x over tensor-parallel ranks first, which all call this
 
     hidden has the bits of the separate modules unless there is an `after`; a norm has them but for the order of its sum. Raises
     `InvalidArgument` naming the argument at fault.
@@ -45,15 +48,21 @@ def add_norm(
         if norm is not None:
             check_norm(name, norm, x)
     given = [x, residual, *(norm.weight for norm in norms.values() if norm is not None)]
-    if not _launches("add_norm", impl, given, x.shape[-1]):
+    launches = _launches("add_norm", impl, given, x.shape[-1])
+    peers = ranks.peers_of(x) if ranks is not None and launches else None
+    if ranks is not None and peers is None:
+        x = ranks(x)
+    if not launches:
         return reference.add_norm(x, residual, after, multiplier, before)
     from halfbyte.kernels.block.norm import launch_add_norm
 
+    if peers is not None and x.data_ptr() % 4:
+        x = x.clone()  # it is read two numbers at a time
     x_rows, hidden = _rows(x).contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = None if before is None else torch.empty_like(hidden)
     made = _rows(hidden), None if out is None else _rows(out)
     with torch.cuda.device_of(x):
-        launch_add_norm(x_rows, _rows(residual).contiguous(), after, multiplier, before, *made, pairs_launches(x.device))
+        launch_add_norm(x_rows, _rows(residual).contiguous(), after, multiplier, before, *made, pairs_launches(x.device), peers)
     return hidden, out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.block.all_reduce import Peers
 from halfbyte.kernels.block.gate import launch as launch_gated
 from halfbyte.kernels.block.greedy import launch as launch_greedy
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
@@ -20,6 +21,7 @@ def configurations() -> list[Configuration]:
     found = [c for kind in KINDS for paired in (False, True) for c in _sums(kind, paired)]
     wide, norm = empty(8, 16384, dtype=torch.bfloat16), Norm(empty(16384, dtype=torch.bfloat16), 1e-6, "offset")
     found += recorded("widest", lambda: launch_add_norm(wide, wide, norm, 1.0, norm, wide, wide, False))
+    found += [c for ranks in (2, 4, 8) for width in (8192, 16384) for c in _sums_over(ranks, width)]
     found += [c for activation in ACTIVATIONS for paired in (False, True) for c in _gates(activation, paired)]
     return found + [c for ending in ("", "ends", "refused") for c in _choices(ending)]
 
@@ -38,6 +40,14 @@ def _sums(kind: str, paired: bool) -> list[Configuration]:
     head, heads = Norm(empty(128, dtype=dtype), 1e-6, kind), empty(256, 128, dtype=dtype)
     found += recorded(f"{name}-heads", lambda: launch_norm_rows([heads, heads], [head, head], [heads, heads], paired), **more)
     return found + recorded(f"{name}-rows", lambda: launch_norm_rows([x], [norm], [x], paired), **more)
+
+
+def _sums_over(ranks: int, width: int) -> list[Configuration]:
+    """Of tensor-parallel ranks: rank 3's, or the last's."""
+    norm, x = Norm(empty(width, dtype=torch.bfloat16), 1e-6, "rounded"), empty(8, width, dtype=torch.bfloat16)
+    peers = Peers(empty(ranks, dtype=torch.int64), empty(18, dtype=torch.int32), min(3, ranks - 1), 18)
+    name = f"ranks{ranks}-{width}"
+    return recorded(name, lambda: launch_add_norm(x, x, None, 1.0, norm, x, x, True, peers), targets=_PAIRED)
 
 
 def _gates(activation: str, paired: bool) -> list[Configuration]:

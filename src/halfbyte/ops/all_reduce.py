@@ -1,0 +1,80 @@
+"""`AllReduce`: how partial sums of tensor-parallel ranks are added up, by the launch that needs them or by torch.distributed."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.block.all_reduce import Peers
+
+_T = TypeVar("_T")
+#: Bytes that a rank sends in one launch at most: beyond, NCCL is as fast (four H200, 64 rows of 8192).
+MOST_SENT = 4 << 20
+
+
+class AllReduce:
+    """Sums of rows [..., N] over the ranks of the default process group; every rank makes one at the same time.
+
+    peers: for `add_norm`'s kernel, where all ranks are GPUs of one host that can write to each other's memory; else None.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.peers, self._held = None, None
+        sent = 4 * width * (dist.get_world_size() - 1)  # bytes a row: each number with half of a count
+        if width % 2 == 0 and dtype in (torch.float16, torch.bfloat16) and sent <= MOST_SENT and _connected(device):
+            self.peers, self._held = _exchange(width, MOST_SENT // sent, device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x summed over the ranks, by torch.distributed."""
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    def peers_of(self, x: torch.Tensor) -> Peers | None:
+        """What sums x [..., N] within a kernel; None where it has too many rows."""
+        fits = self.peers is not None and x.numel() // x.shape[-1] <= self.peers.capacity
+        return self.peers if fits else None
+
+
+def _connected(device: torch.device) -> bool:
+    """Whether ranks have a GPU each on one host, and access to each other's memory: the same answer on all."""
+    if device.type != "cuda":
+        return False
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    reaches = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    found = _of_all((socket.gethostname(), device.index, reaches))
+    one_host = len({host for host, _, _ in found}) == 1
+    return one_host and len({index for _, index, _ in found}) == len(found) and all(each for _, _, each in found)
+
+
+def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Peers | None, object]:
+    """Inboxes for so many rows, and what keeps them alive; nothing where a rank cannot share its memory, as in some containers."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    from halfbyte.kernels.block.all_reduce import Peers
+
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    shape, dtype, inbox, shared = (2, ranks, capacity, width // 2), torch.int64, None, None
+    try:
+        inbox = symmetric.empty(shape, dtype=dtype, device=device).zero_()
+        shared = symmetric.rendezvous(inbox, group)
+    except RuntimeError:
+        shared = None
+    torch.cuda.synchronize(device)
+    if not all(_of_all(shared is not None)) or shared is None:  # all inboxes are zeros when all ranks are here
+        return None, None
+    addresses = [shared.get_buffer(rank, shape, dtype).data_ptr() for rank in range(ranks)]
+    counts = torch.zeros(capacity, dtype=torch.int32, device=device)
+    return Peers(torch.tensor(addresses, device=device), counts, dist.get_rank(), capacity), (inbox, shared)
+
+
+def _of_all(mine: _T) -> list[_T]:
+    """What each rank found."""
+    found: list[_T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
