@@ -73,7 +73,7 @@ def test_a_multiplier_of_one_adds_no_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (2, 3), (2, 5)])
 def test_sums_over_ranks(rank: int, ranks: int, dtype: torch.dtype) -> None:
     """A rank among others whose rows are in its inbox already; three sums, of different numbers of rows."""
     width, capacity = 98, 4

@@ -6,6 +6,7 @@ from edits import Rewrite
 from mutant import Mutant, tests_of
 
 NORM, GATE, BLOCKS = "kernels/block/norm.py", "kernels/block/gate.py", "hf/fused_blocks.py"
+SUMS = "kernels/block/all_reduce.py"
 
 RESULTS, COPIES = "kernels/linear/results.py", "kernels/linear/async_copy.py"
 
@@ -41,6 +42,13 @@ BLOCK = [
         "add_norm",
         Rewrite("whole + row", "whole + row * multiplier"),
         kernel("test_sum_and_norm"),
+    ),
+    *(
+        Mutant(name, SUMS, "summed", Rewrite(*edit), kernel(f"test_sums_over_ranks[{case}-dtype0]"))
+        for name, case, *edit in (
+            ("a sum of the first four ranks only", "2-5", "range(0, RANKS, AT_ONCE)", "range(0, AT_ONCE, AT_ONCE)"),
+            ("a count that is not kept", "0-2", "tl.store(peers.counts + m, count)", "count"),
+        )
     ),
     Mutant(
         "the cubic term of GELU doubled",

@@ -29,7 +29,7 @@ class AllReduce:
             self.peers, self._held = _exchange(width, MOST_SENT // sent, device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x summed over the ranks, by torch.distributed."""
+        """x, overwritten by its sum over the ranks, by torch.distributed."""
         x = x.contiguous()
         dist.all_reduce(x)
         return x

@@ -35,7 +35,7 @@ def add_norm(
 
     after   the norm of a branch's output, as in Gemma 2; None: x as it is
     before  the norm of the next branch's input; None: the second result is None
-    ranks   sums x over tensor-parallel ranks first, which all call this
+    ranks   sums x over tensor-parallel ranks first, which all call this; x may be overwritten
 
     hidden has the bits of the separate modules unless there is an `after`; a norm has them but for the order of its sum. Raises
     `InvalidArgument` naming the argument at fault.

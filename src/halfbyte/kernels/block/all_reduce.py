@@ -41,7 +41,9 @@ def _wide(bits, like):
 @triton.jit
 def summed(x, m, width, peers: Peers, N: tl.constexpr, RANKS: tl.constexpr):
     """Row m of x [M, width], of an even width, summed over the ranks: fp32 [1, N], 0 beyond the width."""
-    AT_ONCE: tl.constexpr = 2 if RANKS == 2 else 4 if N <= 8192 else 1  # rows received together: of more there are too few registers
+    AT_ONCE: tl.constexpr = (
+        2 if RANKS == 2 else 4 if N <= 8192 else 1
+    )  # rows received together: of more there are too few registers
     k, pairs = tl.arange(0, N // 2)[None, :], width // 2
     inside = k < pairs
     count = tl.load(peers.counts + m) + 1
