@@ -107,11 +107,11 @@ def _sum_as_rank(rank: int, ranks: int, port: int) -> None:
     dist.init_process_group("nccl", f"tcp://localhost:{port}", rank=rank, world_size=ranks, device_id=device)
     width = 4096
     reduce = AllReduce(width, torch.bfloat16, device)
-    assert reduce.peers is not None, "the GPUs of this host cannot write to each other's memory"
+    assert reduce.exchange is not None, "the GPUs of this host cannot write to each other's memory"
     draw = torch.Generator(device).manual_seed(rank)
     alike = torch.Generator(device).manual_seed(99)
     norm = Norm(torch.randn(width, device=device, generator=alike).bfloat16(), 1e-5, "rounded")
-    for rows in (1, 7, reduce.peers.capacity, reduce.peers.capacity + 1):  # the last by NCCL
+    for rows in (1, 7, reduce.exchange.capacity, reduce.exchange.capacity + 1):  # the last by NCCL
         residual = torch.randn(rows, width, device=device, generator=alike).bfloat16()
         xs = [torch.randn(rows, width, device=device, generator=draw).bfloat16() for _ in range(5)]
         totals = []
@@ -120,7 +120,7 @@ def _sum_as_rank(rank: int, ranks: int, port: int) -> None:
             dist.all_gather(parts, x)
             totals.append(torch.stack(parts).double().sum(0))
         made = _chain(reduce, xs, residual, norm, "auto")
-        if rows <= reduce.peers.capacity:
+        if rows <= reduce.exchange.capacity:
             assert all(map(_right, made[::2], [residual, *made[:-2:2]], totals)), rows
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

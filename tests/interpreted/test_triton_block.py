@@ -7,7 +7,7 @@ import torch
 
 import halfbyte.ops.block as ops
 from halfbyte.errors import InvalidArgument
-from halfbyte.kernels.block.all_reduce import Peers
+from halfbyte.kernels.block.all_reduce import Exchange
 from halfbyte.kernels.block.gate import launch as launch_gated
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm, gated, rms_norm
@@ -79,7 +79,7 @@ def test_sums_over_ranks(rank: int, ranks: int, dtype: torch.dtype) -> None:
     width, capacity = 98, 4
     inboxes = [torch.zeros(2, ranks, capacity, width // 2, dtype=torch.int64) for _ in range(ranks)]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
-    peers = Peers(addresses, torch.zeros(capacity, dtype=torch.int32), rank, capacity)
+    exchange = Exchange(addresses, torch.zeros(capacity, dtype=torch.int32), rank, capacity)
     counts, norm = [0] * capacity, norm_of(width, "rounded", dtype)
     for seed, rows in enumerate((3, 1, 4)):
         parts = [drawn(rows, width, dtype=dtype, seed=10 * seed + r) for r in range(ranks)]
@@ -90,7 +90,7 @@ def test_sums_over_ranks(rank: int, ranks: int, dtype: torch.dtype) -> None:
                 inboxes[rank][counts[m] % 2, other, m] = sent[other][m]
         residual = drawn(rows, width, dtype=dtype, seed=5)
         hidden, out = nan_like(residual), nan_like(residual)
-        launch_add_norm(parts[rank], residual, None, 1.0, norm, hidden, out, False, peers)
+        launch_add_norm(parts[rank], residual, None, 1.0, norm, hidden, out, False, exchange)
         total = torch.zeros(rows, width)
         for part in parts:
             total += part.float()
@@ -98,7 +98,7 @@ def test_sums_over_ranks(rank: int, ranks: int, dtype: torch.dtype) -> None:
         close(out, exactly(hidden, norm), 2)
         for inbox in inboxes:
             assert all(torch.equal(inbox[counts[m] % 2, rank, m], sent[rank][m]) for m in range(rows))
-        assert peers.counts.tolist() == counts
+        assert exchange.counts.tolist() == counts
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,7 +47,7 @@ BLOCK = [
         Mutant(name, SUMS, "summed", Rewrite(*edit), kernel(f"test_sums_over_ranks[{case}-dtype0]"))
         for name, case, *edit in (
             ("a sum of the first four ranks only", "2-5", "range(0, RANKS, AT_ONCE)", "range(0, AT_ONCE, AT_ONCE)"),
-            ("a count that is not kept", "0-2", "tl.store(peers.counts + m, count)", "count"),
+            ("a count that is not kept", "0-2", "tl.store(exchange.counts + m, count)", "count"),
         )
     ),
     Mutant(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.block.all_reduce import Peers
+    from halfbyte.kernels.block.all_reduce import Exchange
 
 _T = TypeVar("_T")
 #: Bytes that a rank sends in one launch at most: beyond, NCCL is as fast (four H200, 64 rows of 8192).
@@ -19,14 +19,14 @@ MOST_SENT = 4 << 20
 class AllReduce:
     """Sums of rows [..., N] over the ranks of the default process group; every rank makes one at the same time.
 
-    peers: for `add_norm`'s kernel, where all ranks are GPUs of one host that can write to each other's memory; else None.
+    exchange: for `add_norm`'s kernel, where all ranks are GPUs of one host that can write to each other's memory; else None.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.peers, self._held = None, None
+        self.exchange, self._held, self.width = None, None, width
         sent = 4 * width * (dist.get_world_size() - 1)  # bytes a row: each number with half of a count
         if width % 2 == 0 and dtype in (torch.float16, torch.bfloat16) and sent <= MOST_SENT and _connected(device):
-            self.peers, self._held = _exchange(width, MOST_SENT // sent, device)
+            self.exchange, self._held = _exchange(width, MOST_SENT // sent, device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x, overwritten by its sum over the ranks, by torch.distributed."""
@@ -34,10 +34,10 @@ class AllReduce:
         dist.all_reduce(x)
         return x
 
-    def peers_of(self, x: torch.Tensor) -> Peers | None:
-        """What sums x [..., N] within a kernel; None where it has too many rows."""
-        fits = self.peers is not None and x.numel() // x.shape[-1] <= self.peers.capacity
-        return self.peers if fits else None
+    def exchange_of(self, x: torch.Tensor) -> Exchange | None:
+        """What sums x [..., N] within a kernel; None where it has too many rows, or another N."""
+        fits = self.exchange is not None and x.shape[-1] == self.width and x.numel() <= self.exchange.capacity * self.width
+        return self.exchange if fits else None
 
 
 def _connected(device: torch.device) -> bool:
@@ -51,11 +51,11 @@ def _connected(device: torch.device) -> bool:
     return one_host and len({index for _, index, _ in found}) == len(found) and all(each for _, _, each in found)
 
 
-def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Peers | None, object]:
+def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Exchange | None, object]:
     """Inboxes for so many rows, and what keeps them alive; nothing where a rank cannot share its memory, as in some containers."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    from halfbyte.kernels.block.all_reduce import Peers
+    from halfbyte.kernels.block.all_reduce import Exchange
 
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
@@ -70,7 +70,7 @@ def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Peers | 
         return None, None
     addresses = [shared.get_buffer(rank, shape, dtype).data_ptr() for rank in range(ranks)]
     counts = torch.zeros(capacity, dtype=torch.int32, device=device)
-    return Peers(torch.tensor(addresses, device=device), counts, dist.get_rank(), capacity), (inbox, shared)
+    return Exchange(torch.tensor(addresses, device=device), counts, dist.get_rank(), capacity), (inbox, shared)
 
 
 def _of_all(mine: _T) -> list[_T]:

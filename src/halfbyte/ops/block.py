@@ -49,20 +49,20 @@ def add_norm(
             check_norm(name, norm, x)
     given = [x, residual, *(norm.weight for norm in norms.values() if norm is not None)]
     launches = _launches("add_norm", impl, given, x.shape[-1])
-    peers = ranks.peers_of(x) if ranks is not None and launches else None
-    if ranks is not None and peers is None:
+    exchange = ranks.exchange_of(x) if ranks is not None and launches else None
+    if ranks is not None and exchange is None:
         x = ranks(x)
     if not launches:
         return reference.add_norm(x, residual, after, multiplier, before)
     from halfbyte.kernels.block.norm import launch_add_norm
 
-    if peers is not None and x.data_ptr() % 4:
+    if exchange is not None and x.data_ptr() % 4:
         x = x.clone()  # it is read two numbers at a time
     x_rows, hidden = _rows(x).contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = None if before is None else torch.empty_like(hidden)
     made = _rows(hidden), None if out is None else _rows(out)
     with torch.cuda.device_of(x):
-        launch_add_norm(x_rows, _rows(residual).contiguous(), after, multiplier, before, *made, pairs_launches(x.device), peers)
+        launch_add_norm(x_rows, _rows(residual).contiguous(), after, multiplier, before, *made, pairs_launches(x.device), exchange)
     return hidden, out
 
 

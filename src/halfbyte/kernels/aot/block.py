@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.block.all_reduce import Peers
+from halfbyte.kernels.block.all_reduce import Exchange
 from halfbyte.kernels.block.gate import launch as launch_gated
 from halfbyte.kernels.block.greedy import launch as launch_greedy
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
@@ -45,9 +45,9 @@ def _sums(kind: str, paired: bool) -> list[Configuration]:
 def _sums_over(ranks: int, width: int) -> list[Configuration]:
     """Of tensor-parallel ranks: rank 3's, or the last's."""
     norm, x = Norm(empty(width, dtype=torch.bfloat16), 1e-6, "rounded"), empty(8, width, dtype=torch.bfloat16)
-    peers = Peers(empty(ranks, dtype=torch.int64), empty(18, dtype=torch.int32), min(3, ranks - 1), 18)
+    exchange = Exchange(empty(ranks, dtype=torch.int64), empty(18, dtype=torch.int32), min(3, ranks - 1), 18)
     name = f"ranks{ranks}-{width}"
-    return recorded(name, lambda: launch_add_norm(x, x, None, 1.0, norm, x, x, True, peers), targets=_PAIRED)
+    return recorded(name, lambda: launch_add_norm(x, x, None, 1.0, norm, x, x, True, exchange), targets=_PAIRED)
 
 
 def _gates(activation: str, paired: bool) -> list[Configuration]:

@@ -2,7 +2,7 @@
 
     sum[m, n] = sum_r x_r[m, n],     x_r [M, N] the partial sums of rank r, added in fp32
 
-A program stores its row of x into an inbox of every rank, over NVLink or PCIe, and waits for all in its own. Two 16-bit
+A program stores its row into an inbox of every rank, over NVLink or PCIe, and waits for all in its own. Two 16-bit
 numbers travel with the count of sums so far, 8 bytes that arrive together (as in NCCL's LL protocol): no fence, no flag, no second
 trip. An inbox is [2, ranks, capacity, N / 2] of them, whose halves take turns: a rank that sends again has received what others
 sent in between, so they have read what it sent before. All ranks get the same bits.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 
-class Peers(NamedTuple):
+class Exchange(NamedTuple):
     """What a kernel needs to exchange rows with other ranks.
 
     inboxes   int64 [ranks], where each rank's inbox lies for this GPU; filled with zeros at first
@@ -39,31 +39,31 @@ def _wide(bits, like):
 
 
 @triton.jit
-def summed(x, m, width, peers: Peers, N: tl.constexpr, RANKS: tl.constexpr):
+def summed(x, m, width, exchange: Exchange, N: tl.constexpr, RANKS: tl.constexpr):
     """Row m of x [M, width], of an even width, summed over the ranks: fp32 [1, N], 0 beyond the width."""
     AT_ONCE: tl.constexpr = (
         2 if RANKS == 2 else 4 if N <= 8192 else 1
     )  # rows received together: of more there are too few registers
     k, pairs = tl.arange(0, N // 2)[None, :], width // 2
     inside = k < pairs
-    count = tl.load(peers.counts + m) + 1
+    count = tl.load(exchange.counts + m) + 1
     stamp = count.to(tl.int64) << 32
     words = tl.load(x.to(tl.pointer_type(tl.int32)) + (m.to(tl.int64) * pairs + k), mask=inside, other=0)
     sent = (words.to(tl.int64) & 0xFFFFFFFF) | stamp
     half = (count & 1).to(tl.int64) * RANKS
     for rank in range(RANKS):
-        inbox = tl.multiple_of(tl.load(peers.inboxes + rank).to(tl.pointer_type(tl.int64)), 16)
-        tl.store(inbox + (((half + peers.rank) * peers.capacity + m) * pairs + k), sent, mask=inside)
-    own = tl.multiple_of(tl.load(peers.inboxes + peers.rank).to(tl.pointer_type(tl.int64)), 16)
+        inbox = tl.multiple_of(tl.load(exchange.inboxes + rank).to(tl.pointer_type(tl.int64)), 16)
+        tl.store(inbox + (((half + exchange.rank) * exchange.capacity + m) * pairs + k), sent, mask=inside)
+    own = tl.multiple_of(tl.load(exchange.inboxes + exchange.rank).to(tl.pointer_type(tl.int64)), 16)
     even, odd = tl.zeros([N // 2], tl.float32), tl.zeros([N // 2], tl.float32)
     for first in range(0, RANKS, AT_ONCE):
         r = first + tl.arange(0, AT_ONCE)[:, None]
-        at, expected = own + (((half + r) * peers.capacity + m) * pairs + k), inside & (r < RANKS)
+        at, expected = own + (((half + r) * exchange.capacity + m) * pairs + k), inside & (r < RANKS)
         got = tl.load(at, mask=expected, other=stamp, volatile=True)
         while tl.max(tl.max(((got >> 32) != count).to(tl.int32), 0), 0) > 0:
             got = tl.load(at, mask=expected, other=stamp, volatile=True)
         even += tl.sum(_wide(got & 0xFFFF, x), 0)
         odd += tl.sum(_wide((got >> 16) & 0xFFFF, x), 0)
     tl.debug_barrier()  # every thread has read the count
-    tl.store(peers.counts + m, count)
+    tl.store(exchange.counts + m, count)
     return tl.reshape(tl.join(even, odd), [1, N])

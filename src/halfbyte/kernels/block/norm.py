@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.block.all_reduce import Peers, summed
+from halfbyte.kernels.block.all_reduce import Exchange, summed
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.reference.block import Norm
 
@@ -47,7 +47,7 @@ def _normalized(x, w, share, eps, like, KIND: tl.constexpr, INTERPRETED: tl.cons
 
 @triton.jit
 def add_norm(
-    x, residual, after, before, hidden, out, width, share, multiplier, after_eps, before_eps, peers: Peers,
+    x, residual, after, before, hidden, out, width, share, multiplier, after_eps, before_eps, exchange: Exchange,
     N: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, RANKS: tl.constexpr, USE_PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -61,10 +61,10 @@ def add_norm(
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if peers is None:
+    if exchange is None:
         row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     else:
-        row = rounded(summed(x, tl.program_id(0), width, peers, N, RANKS), hidden, INTERPRETED).to(tl.float32)
+        row = rounded(summed(x, tl.program_id(0), width, exchange, N, RANKS), hidden, INTERPRETED).to(tl.float32)
     whole = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if after is not None:
         row = _normalized(row, first, share, after_eps, hidden, AFTER, INTERPRETED).to(tl.float32)
@@ -119,18 +119,18 @@ def launch_add_norm(
     hidden: torch.Tensor,
     out: torch.Tensor | None,
     use_pdl: bool,
-    peers: Peers | None = None,
+    exchange: Exchange | None = None,
 ) -> None:
     """hidden and, with `before`, out [M, N] from x and residual [M, N]; all contiguous, of one 16-bit type, none empty.
 
-    peers: x is summed over the ranks first; N is even, and M at most what an inbox has room for.
+    exchange: x is summed over the ranks first; N is even, and M at most what an inbox has room for.
     """
     rows, width = x.shape
     columns = triton.next_power_of_2(width)
     weights, epsilons, kinds = zip(*((None, 0.0, "") if norm is None else norm for norm in (after, before)), strict=True)
     add_norm[(rows,)](
-        x, residual, *weights, hidden, out, width, 1 / width, multiplier, *epsilons, peers,
-        N=columns, AFTER=kinds[0], BEFORE=kinds[1], RANKS=1 if peers is None else len(peers.inboxes), USE_PDL=use_pdl,
+        x, residual, *weights, hidden, out, width, 1 / width, multiplier, *epsilons, exchange,
+        N=columns, AFTER=kinds[0], BEFORE=kinds[1], RANKS=1 if exchange is None else len(exchange.inboxes), USE_PDL=use_pdl,
         INTERPRETED=INTERPRETED,
         num_warps=min(16, max(4, columns // 512)), **_options(use_pdl),
     )  # fmt: skip
