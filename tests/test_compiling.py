@@ -28,6 +28,7 @@ from halfbyte.kernels.aot.compiling import (  # noqa: E402
 )
 from halfbyte.kernels.aot.decode import problem_of  # noqa: E402
 from halfbyte.kernels.aot.decode_sample import sample  # noqa: E402
+from halfbyte.plans import compiled_for  # noqa: E402
 from halfbyte.plans.decode_attention import DecodePlan, dense_problem, gluon_plan  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -233,12 +234,16 @@ def test_a_variant_is_compiled_again_when_anything_that_it_is_made_from_changes(
         inputs.digest(configuration(attrs=divisible_by_16("x")), TARGETS[1]),
     ]
     same = inputs.digest(c, TARGETS[1])
-    text = inputs.text
-    for module in ("halfbyte.plans.decode_spec", "halfbyte.plans.kv_codec", "halfbyte.formats"):  # properties of the constants
-        monkeypatch.setattr(inputs, "text", lambda name, module=module: text(name) + "#" * (name == module))
-        others.append(inputs.digest(c, TARGETS[1]))
-    monkeypatch.setattr(inputs, "text", lambda name: text(name) + "#" * (name == "halfbyte.cli"))
-    assert inputs.digest(c, TARGETS[1]) == same
+    text = compiled_for.text
+
+    def changed(module: str) -> str:
+        compiled_for._digest.cache_clear()
+        monkeypatch.setattr(compiled_for, "text", lambda name: text(name) + "#" * (name == module))
+        return inputs.digest(c, TARGETS[1])
+
+    others += map(changed, ("halfbyte.plans.decode_spec", "halfbyte.plans.kv_codec", "halfbyte.formats"))  # their properties
+    assert changed("halfbyte.cli") == same
+    compiled_for._digest.cache_clear()
     assert len({same, *others}) == len(others) + 1
     code = text("halfbyte.plans.kv_codec")
     assert "class KVCodec" in code

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import KV_FORMATS
+from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.plans.decode_spec import padded
 from halfbyte.plans.kv_codec import KVCodec, kv_codec
 
@@ -39,7 +40,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class AppendSpec:
+class AppendSpec(CompiledFor):
     """What the append kernels are compiled for.
 
     keys, values   the formats

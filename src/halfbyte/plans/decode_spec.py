@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from halfbyte.formats import Format
+from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.plans.kv_codec import KVCodec, kv_codec
 
 
@@ -112,7 +113,7 @@ def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1)
 
 
 @dataclass(frozen=True)
-class DecodeSpec:
+class DecodeSpec(CompiledFor):
     """Everything the tuned kernel is compiled for."""
 
     keys: KVSpec

@@ -6,10 +6,11 @@ import functools
 from dataclasses import dataclass
 
 from halfbyte.formats import Format
+from halfbyte.plans.compiled_for import CompiledFor
 
 
 @dataclass(frozen=True)
-class KVCodec:
+class KVCodec(CompiledFor):
     """A KV format as a compile-time constant. A kernel adds only what is its own: tiles, strides, how rows are padded.
 
     kind        what a code is: "unsigned", "signed" (int8), "e4m3", or the name of a dtype that is not quantized

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from halfbyte.formats import Format
+from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
 from halfbyte.reference.experts import Activation
 
@@ -81,7 +82,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class LinearSpec:
+class LinearSpec(CompiledFor):
     """Everything the kernel for small M (kernels/linear/mma.py) is compiled for."""
 
     weights: tuple[WeightSpec, ...]
@@ -218,7 +219,7 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
-class LinearWgmmaSpec:
+class LinearWgmmaSpec(CompiledFor):
     """Everything the kernel for larger M on Hopper (kernels/linear/wgmma.py) is compiled for."""
 
     weights: tuple[WeightSpec, ...]

@@ -6,10 +6,11 @@ import functools
 from dataclasses import dataclass
 
 from halfbyte.formats import E2M1, Format
+from halfbyte.plans.compiled_for import CompiledFor
 
 
 @dataclass(frozen=True)
-class WeightCodec:
+class WeightCodec(CompiledFor):
     """A weight format as a compile-time constant. A kernel adds only what is its own: strides, 16-bit codebooks, tiles.
 
     kind     what a code is: "unsigned" (4 bits, minus `bias`), "signed" (8 bits), "e2m1" (a 4-bit floating-point number), or

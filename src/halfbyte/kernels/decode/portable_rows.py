@@ -11,6 +11,7 @@ import triton.language as tl
 from halfbyte.kernels.common.codes import exponent, power_of_two
 from halfbyte.kernels.decode.kv_args import TOP, KVArgs
 from halfbyte.kernels.decode.portable_softmax import LOG2E, operand
+from halfbyte.plans.compiled_for import CompiledFor
 
 #: [B, Hq, L, D] and its strides.
 Queries = namedtuple("Queries", "rows batch head token dim")
@@ -29,7 +30,7 @@ Rows = namedtuple("Rows", "sequence head from_token queries query query_head val
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompiledFor):
     """What the kernel is compiled for, next to its formats. rows, tokens: of a block."""
 
     page: int

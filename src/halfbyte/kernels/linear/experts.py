@@ -26,6 +26,7 @@ from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.kernels.linear.activated import activated
 from halfbyte.kernels.linear.portable import row_factor, sums
 from halfbyte.kernels.linear.portable_weight import Weight, weight
+from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.plans.experts import ExpertsTiles
 from halfbyte.reference.experts import Activation, ExpertsCall
 
@@ -34,7 +35,7 @@ _IDS, _TOKENS = tl.constexpr(128), tl.constexpr(16)
 
 
 @dataclass(frozen=True)
-class ExpertsSpec:
+class ExpertsSpec(CompiledFor):
     """Everything the kernel is compiled for, but how its weights are stored. n, m, k, stages, even, fold: as in `TileSpec`.
 
     top_k       experts of a token

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.kernels.linear.activated import activated
+from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 #: Numbers that a program gathers, and the most columns; rows and columns of y that it combines at a time.
@@ -25,7 +26,7 @@ _GATHERED, _COLUMNS, _ROWS, _WIDTH = 4096, 1024, 16, 128
 
 
 @dataclass(frozen=True)
-class CombineSpec:
+class CombineSpec(CompiledFor):
     """What the second kernel is compiled for: n columns of y at a time, pairs that are added, the activation (None: none)."""
 
     n: int

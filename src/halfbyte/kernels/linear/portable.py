@@ -27,12 +27,13 @@ import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.kernels.linear.portable_weight import Weight, numbers, operand, read_scale, read_zero, weight
+from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.plans.linear_portable import LinearTiles
 from halfbyte.tensors import QuantTensor
 
 
 @dataclass(frozen=True)
-class TileSpec:
+class TileSpec(CompiledFor):
     """Everything the kernel is compiled for, except how its weights are stored.
 
     weights      how many
