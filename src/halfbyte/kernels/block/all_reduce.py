@@ -2,10 +2,10 @@
 
     sum[m, n] = sum_r x_r[m, n],     x_r [M, N] the partial sums of rank r, added in fp32
 
-A program stores its row into an inbox of every rank, over NVLink or PCIe, and waits for all in its own. Two 16-bit
-numbers travel with the count of sums so far, 8 bytes that arrive together (as in NCCL's LL protocol): no fence, no flag, no second
-trip. An inbox is [2, ranks, capacity, N / 2] of them, whose halves take turns: a rank that sends again has received what others
-sent in between, so they have read what it sent before. All ranks get the same bits.
+A program stores its row into an inbox of every rank, over NVLink or PCIe, and waits for all rows in its own. Two 16-bit numbers
+travel with the count of sums so far, 8 bytes that arrive together (as in NCCL's LL protocol): no fence, no flag, no second trip.
+An inbox is [2, ranks, capacity, N / 2] of them, whose halves take turns: a rank that sends again has received what others sent in
+between, so they have read what it sent before. All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def _wide(bits, like):
 @triton.jit
 def summed(x, m, width, exchange: Exchange, N: tl.constexpr, RANKS: tl.constexpr):
     """Row m of x [M, width], of an even width, summed over the ranks: fp32 [1, N], 0 beyond the width."""
-    AT_ONCE: tl.constexpr = (
-        2 if RANKS == 2 else 4 if N <= 8192 else 1
-    )  # rows received together: of more there are too few registers
+    # Ranks whose rows are received together: there are registers for no more.
+    AT_ONCE: tl.constexpr = 2 if RANKS == 2 else 4 if N <= 8192 else 1
     k, pairs = tl.arange(0, N // 2)[None, :], width // 2
     inside = k < pairs
     count = tl.load(exchange.counts + m) + 1
