@@ -65,6 +65,9 @@ CASES = (
     Product("int4_g128", 70, (250,), 640),  # programs that go from block to block and from tile to tile
     Product("nf4", 70, (130, 64), 576, num_sms=2),  # and to the next weight
     Product("int4_sym_col", 20, (300,), 544, torch.float16, num_sms=2),
+    Product("int4_g32_fp32", 24, (130,), 1056),
+    Product("nvfp4", 20, (130,), 1056, torch.float16, num_sms=2),  # a step whose last scales are half a word
+    Product("int4_g128", 40, (130, 64, 64), 128, num_sms=2),  # tiles of one step
 )
 
 

@@ -89,7 +89,7 @@ def _chain(reduce: AllReduce, xs: list[torch.Tensor], residual: torch.Tensor, no
     """hidden and out of some layers, each of which adds the ranks' x to the hidden of the one before."""
     made = []
     for x in xs:
-        residual, out = add_norm(x.clone(), residual, norm, ranks=reduce, impl=impl)
+        residual, out = add_norm(x.clone(), residual, norm, all_reduce=reduce, impl=impl)
         assert out is not None
         made += [residual, out]
     return made

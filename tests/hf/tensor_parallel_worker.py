@@ -44,6 +44,10 @@ def generated(model: Any, ids: torch.Tensor, words: torch.Tensor, rank: str) -> 
     found: dict[str, Any] = {"described": fused_view(model) is not None}
     for name, options in {"plain": {}, "graph": ours, "again": ours, "fused": {**ours, "fuse_blocks": True}}.items():
         found[name] = torch.equal(model.generate(ids, **given, **options), words)
+    hook = model.model.layers[0].register_forward_hook(lambda *_: None) if rank == "1" else None
+    found["unfused"] = fused_view(model) is None  # all ranks, or none
+    if hook is not None:
+        hook.remove()
     found["kept"] = len(kept_steps(model))
     streamer = Streamed() if rank == "0" else None  # ranks that stop looking at different tokens would wait for each other forever
     ended = {"eos_token_id": int(words[0, ids.shape[1] + 2]), "pad_token_id": 0, "streamer": streamer}

@@ -73,17 +73,17 @@ def test_a_multiplier_of_one_adds_no_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (2, 3), (2, 5)])
-def test_sums_over_ranks(rank: int, ranks: int, dtype: torch.dtype) -> None:
-    """A rank among others whose rows are in its inbox already; three sums, of different numbers of rows."""
+@pytest.mark.parametrize(("rank", "ranks", "before"), [(0, 2, 0), (1, 2, 2**31 - 2), (2, 3, 0), (2, 5, 0)])
+def test_sums_over_ranks(rank: int, ranks: int, before: int, dtype: torch.dtype) -> None:
+    """A rank among others whose rows are in its inbox already; three sums, of different numbers of rows, after some `before`."""
     width, capacity = 98, 4
     inboxes = [torch.zeros(2, ranks, capacity, width // 2, dtype=torch.int64) for _ in range(ranks)]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
-    exchange = Exchange(addresses, torch.zeros(capacity, dtype=torch.int32), rank, capacity)
-    counts, norm = [0] * capacity, norm_of(width, "rounded", dtype)
+    exchange = Exchange(addresses, torch.full((capacity,), before, dtype=torch.int32), rank, capacity)
+    counts, norm = [before] * capacity, norm_of(width, "rounded", dtype)
     for seed, rows in enumerate((3, 1, 4)):
         parts = [drawn(rows, width, dtype=dtype, seed=10 * seed + r) for r in range(ranks)]
-        counts = [count + (row < rows) for row, count in enumerate(counts)]
+        counts = [(count + (row < rows) + 2**31) % 2**32 - 2**31 for row, count in enumerate(counts)]  # int32 wraps around
         sent = [[(part[m].view(torch.int32).long() & 0xFFFFFFFF) | counts[m] << 32 for m in range(rows)] for part in parts]
         for other in set(range(ranks)) - {rank}:
             for m in range(rows):

@@ -44,7 +44,7 @@ BLOCK = [
         kernel("test_sum_and_norm"),
     ),
     *(
-        Mutant(name, SUMS, "summed", Rewrite(*edit), kernel(f"test_sums_over_ranks[{case}-dtype0]"))
+        Mutant(name, SUMS, "summed", Rewrite(*edit), kernel(f"test_sums_over_ranks[{case}-0-dtype0]"))
         for name, case, *edit in (
             ("a sum of the first four ranks only", "2-5", "range(0, RANKS, AT_ONCE)", "range(0, AT_ONCE, AT_ONCE)"),
             ("a count that is not kept", "0-2", "tl.store(exchange.counts + m, count)", "count"),

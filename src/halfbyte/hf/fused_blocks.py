@@ -27,7 +27,7 @@ from torch import nn
 
 from halfbyte.hf.attention import CACHE, attention
 from halfbyte.hf.model_support import blocks, layer_window
-from halfbyte.hf.parallel import all_reduce_of, partial_layer
+from halfbyte.hf.parallel import all_agree, all_reduce_of, partial_layer
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.all_reduce import AllReduce
@@ -101,18 +101,21 @@ _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh
 
 
 def fused_view(model: Any) -> Any | None:
-    """`model` with fused blocks, over the same parameters; None for a family without a description, or where hooks want to run."""
+    """`model` with fused blocks, over the same parameters; None for a family without a description, or where hooks want to run.
+
+    Tensor-parallel ranks all call it, and get a view all or none: fused blocks add up partial sums in another way.
+    """
     layers = blocks(model)
     path = next((name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers), "")
     parent = model.get_submodule(path.rpartition(".")[0])
     known = bool(layers) and all(map(_is_described, layers)) and path.endswith("layers") and hasattr(parent, "norm")
-    if not known or model.training or any(map(_is_watched, _running(model, path))):
+    if not all_agree(model, known and not model.training and not any(map(_is_watched, _running(model, path)))):
         return None
     family, norms = _family(layers[0]), [_norms_of(layer) for layer in layers]
     last, ahead, rotary_dim = _norm(parent.norm, family.kind), _Ahead(), _rotary_dim(parent)
-    tables, ranks = _Tables(rotary_dim, family.interleaved), all_reduce_of(model)
+    tables, all_reduce = _Tables(rotary_dim, family.interleaved), all_reduce_of(model)
     made = [
-        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family, tables, rotary_dim), ranks)
+        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family, tables, rotary_dim), all_reduce)
         for layer, own, following in zip(layers, norms, [*(n[0] for n in norms[1:]), last], strict=True)
     ]
     inner: dict[str, nn.Module] = {"layers": nn.ModuleList(made), "norm": _FinalNorm(last, ahead)}
@@ -200,15 +203,15 @@ class _FinalNorm(nn.Module):
 class FusedBlock(nn.Module):
     """A decoder block with its `norms` in the order of `Description`, then that of what comes behind it.
 
-    heads: how its attention finds q, k and v; None: it is called as it is. ranks: as in `add_norm`.
+    heads: how its attention finds q, k and v; None: it is called as it is. all_reduce: as in `add_norm`.
     """
 
     def __init__(
-        self, layer: Any, norms: Sequence[Norm | None], ahead: _Ahead, heads: _Heads | None, ranks: AllReduce | None
+        self, layer: Any, norms: Sequence[Norm | None], ahead: _Ahead, heads: _Heads | None, all_reduce: AllReduce | None
     ) -> None:
         super().__init__()
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.following = norms
-        self.ahead, self.ranks, self.multiplier = ahead, ranks, float(getattr(layer, "residual_multiplier", 1.0))
+        self.ahead, self.all_reduce, self.multiplier = ahead, all_reduce, float(getattr(layer, "residual_multiplier", 1.0))
         self.attend: _Branch = _as_it_is(layer.self_attn) if heads is None else heads.attend
         self.mlp: _Branch = _mlp(getattr(layer, _family(layer).mlp))
 
@@ -228,12 +231,12 @@ class FusedBlock(nn.Module):
         if after is None and (quantized := _quantized(last)):
             hidden, made = add_projection(x, quantized.weight, quantized.bias, hidden, before, multiplier=self.multiplier)
             return hidden, hidden if made is None else made
-        ranks = None
-        if self.ranks is not None and (partial := partial_layer(last)):
-            x, ranks = linear(x, partial.weight), self.ranks
+        all_reduce = None
+        if self.all_reduce is not None and (partial := partial_layer(last)):
+            x, all_reduce = linear(x, partial.weight), self.all_reduce
         elif last is not None:
             x = last(x)
-        hidden, made = add_norm(x, hidden, before, after=after, multiplier=self.multiplier, ranks=ranks)
+        hidden, made = add_norm(x, hidden, before, after=after, multiplier=self.multiplier, all_reduce=all_reduce)
         return hidden, hidden if made is None else made
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from halfbyte.errors import Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.nn import QuantLinear
-from halfbyte.ops.all_reduce import AllReduce
+from halfbyte.ops.all_reduce import AllReduce, of_all
 
 _COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 _ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
@@ -36,7 +36,7 @@ def ranks_of(model: Any) -> int:
 
 
 def all_reduce_of(model: Any) -> AllReduce | None:
-    """How partial sums of a model's ranks are added up, kept with the model: every rank asks at the same time.
+    """How partial sums of a model's ranks are added up, kept with the model. A collective: all ranks call it.
 
     None without tensor parallelism, and where other ranks than those of a layer belong to the default process group.
     """
@@ -46,6 +46,11 @@ def all_reduce_of(model: Any) -> AllReduce | None:
     if model not in _sums:
         _sums[model] = AllReduce(model.config.get_text_config().hidden_size, model.dtype, model.device)
     return _sums[model]
+
+
+def all_agree(model: Any, mine: bool) -> bool:
+    """Whether all ranks of a model say so. A collective: all ranks call it."""
+    return mine if ranks_of(model) == 1 else all(of_all(mine, model.device))
 
 
 def partial_layer(layer: Any) -> QuantLinear | None:

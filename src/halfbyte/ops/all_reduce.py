@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +18,7 @@ MOST_SENT = 4 << 20
 
 
 class AllReduce:
-    """Sums of rows [..., N] over the ranks of the default process group; every rank makes one at the same time.
+    """Sums of rows [..., N] over the ranks of the default process group. Making one is a collective: all ranks do.
 
     exchange: for `add_norm`'s kernel, where all ranks are GPUs of one host that can write to each other's memory; else None.
     """
@@ -25,19 +26,21 @@ class AllReduce:
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.exchange, self._held, self.width = None, None, width
         sent = 4 * width * (dist.get_world_size() - 1)  # bytes a row: each number with half of a count
-        if width % 2 == 0 and dtype in (torch.float16, torch.bfloat16) and sent <= MOST_SENT and _connected(device):
+        if width % 2 == 0 and dtype in (torch.float16, torch.bfloat16) and 0 < sent <= MOST_SENT and _connected(device):
             self.exchange, self._held = _exchange(width, MOST_SENT // sent, device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x, overwritten by its sum over the ranks, by torch.distributed."""
+        """The sum of x over the ranks by torch.distributed, which may overwrite x."""
         x = x.contiguous()
         dist.all_reduce(x)
         return x
 
     def exchange_of(self, x: torch.Tensor) -> Exchange | None:
-        """What sums x [..., N] within a kernel; None where it has too many rows, or another N."""
-        fits = self.exchange is not None and x.shape[-1] == self.width and x.numel() <= self.exchange.capacity * self.width
-        return self.exchange if fits else None
+        """What sums x [..., N] within a kernel; None where it has too many rows, another N, or is elsewhere."""
+        held = self.exchange
+        if held is None or x.shape[-1] != self.width or x.device != held.counts.device:
+            return None
+        return held if x.numel() <= held.capacity * self.width else None
 
 
 def _connected(device: torch.device) -> bool:
@@ -46,7 +49,7 @@ def _connected(device: torch.device) -> bool:
         return False
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     reaches = all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    found = _of_all((socket.gethostname(), device.index, reaches))
+    found = of_all((socket.gethostname(), device.index, reaches), device)
     one_host = len({host for host, _, _ in found}) == 1
     return one_host and len({index for _, index, _ in found}) == len(found) and all(each for _, _, each in found)
 
@@ -59,22 +62,26 @@ def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Exchange
 
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
+    # Blocks wait for those of other ranks, so all of a launch must fit on the GPU at a time.
+    capacity = min(capacity, torch.cuda.get_device_properties(device).multi_processor_count)
     shape, dtype, inbox, shared = (2, ranks, capacity, width // 2), torch.int64, None, None
-    try:
+    with contextlib.suppress(RuntimeError):
         inbox = symmetric.empty(shape, dtype=dtype, device=device).zero_()
+    if inbox is None or not all(of_all(inbox is not None, device)):
+        return None, None
+    with contextlib.suppress(RuntimeError):
         shared = symmetric.rendezvous(inbox, group)
-    except RuntimeError:
-        shared = None
     torch.cuda.synchronize(device)
-    if not all(_of_all(shared is not None)) or shared is None:  # all inboxes are zeros when all ranks are here
+    if not all(of_all(shared is not None, device)) or shared is None:  # all inboxes are zeros when all ranks are here
         return None, None
     addresses = [shared.get_buffer(rank, shape, dtype).data_ptr() for rank in range(ranks)]
     counts = torch.zeros(capacity, dtype=torch.int32, device=device)
     return Exchange(torch.tensor(addresses, device=device), counts, dist.get_rank(), capacity), (inbox, shared)
 
 
-def _of_all(mine: _T) -> list[_T]:
-    """What each rank found."""
+def of_all(mine: _T, device: torch.device) -> list[_T]:
+    """What each rank found: a collective."""
     found: list[_T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        dist.all_gather_object(found, mine)
     return found

@@ -28,14 +28,14 @@ def add_norm(
     *,
     after: Norm | None = None,
     multiplier: float = 1.0,
-    ranks: AllReduce | None = None,
+    all_reduce: AllReduce | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """hidden = residual + multiplier * after(x), and before(hidden): x and residual [..., N] of one type.
 
-    after   the norm of a branch's output, as in Gemma 2; None: x as it is
-    before  the norm of the next branch's input; None: the second result is None
-    ranks   sums x over tensor-parallel ranks first, which all call this; x may be overwritten
+    after       the norm of a branch's output, as in Gemma 2; None: x as it is
+    before      the norm of the next branch's input; None: the second result is None
+    all_reduce  sums x over tensor-parallel ranks first, all of which call this; x may be overwritten
 
     hidden has the bits of the separate modules unless there is an `after`; a norm has them but for the order of its sum. Raises
     `InvalidArgument` naming the argument at fault.
@@ -49,9 +49,9 @@ def add_norm(
             check_norm(name, norm, x)
     given = [x, residual, *(norm.weight for norm in norms.values() if norm is not None)]
     launches = _launches("add_norm", impl, given, x.shape[-1])
-    exchange = ranks.exchange_of(x) if ranks is not None and launches else None
-    if ranks is not None and exchange is None:
-        x = ranks(x)
+    exchange = all_reduce.exchange_of(x) if all_reduce is not None and launches else None
+    if all_reduce is not None and exchange is None:
+        x = all_reduce(x)
     if not launches:
         return reference.add_norm(x, residual, after, multiplier, before)
     from halfbyte.kernels.block.norm import launch_add_norm

@@ -1,7 +1,7 @@
 """`CompiledFor`: a dataclass that a kernel is compiled for, so that Triton's cache on disk notices when its code changes.
 
 That cache knows constants by their text. Ours have properties that run while a kernel is compiled, so their text holds a digest of
-the code of their classes and of all it imports from halfbyte: an updated halfbyte finds no kernel of an older one.
+the code of their classes and of all it imports from halfbyte: a process that starts after an update finds no older kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.util
 from collections.abc import Iterable
-from pathlib import Path
+from typing import Any
 
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
@@ -43,16 +43,17 @@ def imported(module: str) -> tuple[str, ...]:
     """The modules of halfbyte whose names a module imports, anywhere in it."""
     lines = [node for node in ast.walk(ast.parse(text(module))) if isinstance(node, ast.ImportFrom) and node.module]
     names = [name for node in lines for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))]
-    return tuple(name for name in names if name and name.startswith("halfbyte.") and _file(name))
+    return tuple(name for name in names if name and name.startswith("halfbyte.") and _loader(name))
 
 
 @functools.cache
 def text(module: str) -> str:
     """The code of a module, without its comments and docstrings."""
-    file = _file(module)
-    if file is None:
+    loader = _loader(module)
+    source = None if loader is None else loader.get_source(module)  # from a folder or a zip
+    if source is None:
         raise ModuleNotFoundError(f"no source of {module}")
-    code = ast.parse(file.read_text(encoding="utf-8"))
+    code = ast.parse(source)
     for node in ast.walk(code):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -60,9 +61,9 @@ def text(module: str) -> str:
 
 
 @functools.cache
-def _file(module: str) -> Path | None:
+def _loader(module: str) -> Any:
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # a name inside of a module
         return None
-    return Path(spec.origin) if spec and spec.origin else None
+    return spec.loader if spec and spec.origin else None

@@ -3,9 +3,9 @@
     sum[m, n] = sum_r x_r[m, n],     x_r [M, N] the partial sums of rank r, added in fp32
 
 A program stores its row into an inbox of every rank, over NVLink or PCIe, and waits for all rows in its own. Two 16-bit numbers
-travel with the count of sums so far, 8 bytes that arrive together (as in NCCL's LL protocol): no fence, no flag, no second trip.
-An inbox is [2, ranks, capacity, N / 2] of them, whose halves take turns: a rank that sends again has received what others sent in
-between, so they have read what it sent before. All ranks get the same bits.
+travel with the number of the sum (an epoch, counted for each row), 8 bytes that arrive together as in NCCL's LL protocol: no fence,
+no flag, no second trip. An inbox is [2, ranks, capacity, N / 2] of them, a double buffer: a rank that sends again has received what
+others sent in between, so they have read what it sent before. All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Exchange(NamedTuple):
     """What a kernel needs to exchange rows with other ranks.
 
     inboxes   int64 [ranks], where each rank's inbox lies for this GPU; filled with zeros at first
-    counts    int32 [capacity], sums of each row so far, zeros at first
+    counts    int32 [capacity], how many sums each row has had, zeros at first
     rank      of this GPU
     capacity  rows that an inbox has room for
     """

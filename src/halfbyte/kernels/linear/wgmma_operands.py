@@ -1,7 +1,7 @@
 """Warp-group MMAs of quantized weights: layouts, the order of K, and how stored words become the left operand."""
 
 # ruff: noqa: RUF005
-# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+# Triton compiles a part of Python: tuples are joined with `+`.
 
 from __future__ import annotations
 
