@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ import triton.language as tl  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+import halfbyte  # noqa: E402
 from halfbyte.formats import KV_FORMATS  # noqa: E402
 from halfbyte.kernels.aot.compiling import (  # noqa: E402
     TARGETS,
@@ -248,6 +252,16 @@ def test_a_variant_is_compiled_again_when_anything_that_it_is_made_from_changes(
     code = text("halfbyte.plans.kv_codec")
     assert "class KVCodec" in code
     assert '"""' not in code  # words change no machine code
+
+
+def test_the_code_of_constants_is_found_in_a_zip(tmp_path: Path) -> None:
+    modules = ("halfbyte.plans.linear_spec",)
+    archive = shutil.make_archive(str(tmp_path / "all"), "zip", Path(halfbyte.__file__).parents[1], "halfbyte")
+    code = f"import halfbyte; from halfbyte.plans.compiled_for import _digest; print(halfbyte.__file__, _digest({modules}))"
+    found = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": archive}, check=True, capture_output=True)
+    place, digest = found.stdout.decode().split()
+    assert place.startswith(archive)
+    assert digest == compiled_for._digest(modules)
 
 
 def test_what_was_recorded_is_held_to_the_limits_of_today(monkeypatch: pytest.MonkeyPatch) -> None:

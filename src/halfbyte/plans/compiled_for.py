@@ -29,13 +29,13 @@ def _digest(modules: tuple[str, ...]) -> str:
 
 
 def closure(modules: Iterable[str]) -> set[str]:
-    """These modules and those that they import, directly or not, as far as they are halfbyte's."""
-    found, left = set[str](), list(modules)
+    """These modules and those that they import, directly or not, as far as they are halfbyte's; not this one."""
+    found, left = {__name__}, list(modules)
     while left:
         if (module := left.pop()).split(".")[0] == "halfbyte" and module not in found:
             found.add(module)
             left += imported(module)
-    return found
+    return found - {__name__}
 
 
 @functools.cache
