@@ -35,13 +35,14 @@ def ranks_of(model: Any) -> int:
     return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
 
 
-def all_reduce_of(model: Any) -> AllReduce | None:
-    """How partial sums of a model's ranks are added up, kept with the model. A collective: all ranks call it.
+def _together(model: Any) -> bool:
+    """Whether the ranks that share each layer are those of the default process group: otherwise some may do something else."""
+    return dist.is_available() and dist.is_initialized() and 1 < ranks_of(model) == dist.get_world_size()
 
-    None without tensor parallelism, and where other ranks than those of a layer belong to the default process group.
-    """
-    ranks = ranks_of(model)
-    if ranks == 1 or ranks != dist.get_world_size():
+
+def all_reduce_of(model: Any) -> AllReduce | None:
+    """How partial sums of a model's ranks are added up, kept with the model; None: as transformers does. All ranks call it."""
+    if not _together(model):
         return None
     if model not in _sums:
         _sums[model] = AllReduce(model.config.get_text_config().hidden_size, model.dtype, model.device)
@@ -49,8 +50,8 @@ def all_reduce_of(model: Any) -> AllReduce | None:
 
 
 def all_agree(model: Any, mine: bool) -> bool:
-    """Whether all ranks of a model say so. A collective: all ranks call it."""
-    return mine if ranks_of(model) == 1 else all(of_all(mine, model.device))
+    """Whether all ranks of a model say so, where `all_reduce_of` adds up their sums; else `mine`. All ranks call it."""
+    return all(of_all(mine, model.device)) if _together(model) else mine
 
 
 def partial_layer(layer: Any) -> QuantLinear | None:
