@@ -47,11 +47,11 @@ def _connected(device: torch.device) -> bool:
     """Whether ranks have a GPU each on one host, and access to each other's memory: the same answer on all."""
     if device.type != "cuda":
         return False
-    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
-    reaches = all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    found = of_all((socket.gethostname(), device.index, reaches), device)
-    one_host = len({host for host, _, _ in found}) == 1
-    return one_host and len({index for _, index, _ in found}) == len(found) and all(each for _, _, each in found)
+    places = of_all((socket.gethostname(), device.index), device)
+    others = [index for _, index in places if index != device.index]
+    if len({host for host, _ in places}) > 1 or len(set(places)) < len(places):
+        return False
+    return all(of_all(all(torch.cuda.can_device_access_peer(device, other) for other in others), device))
 
 
 def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Exchange | None, object]:
