@@ -111,7 +111,7 @@ def _sum_as_rank(rank: int, ranks: int, port: int) -> None:
     draw = torch.Generator(device).manual_seed(rank)
     alike = torch.Generator(device).manual_seed(99)
     norm = Norm(torch.randn(width, device=device, generator=alike).bfloat16(), 1e-5, "rounded")
-    for rows in (1, 7, reduce.exchange.capacity, reduce.exchange.capacity + 1):  # the last by NCCL
+    for rows in (7, 1, reduce.exchange.capacity, 3, reduce.exchange.capacity + 1):  # the last by NCCL
         residual = torch.randn(rows, width, device=device, generator=alike).bfloat16()
         xs = [torch.randn(rows, width, device=device, generator=draw).bfloat16() for _ in range(5)]
         totals = []
