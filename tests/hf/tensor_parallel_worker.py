@@ -9,9 +9,11 @@ import json
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
@@ -23,6 +25,7 @@ from halfbyte.hf import graph_generate
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.nn import fuse_gate_up, fuse_qkv
+from halfbyte.ops import all_reduce
 
 
 class Streamed(BaseStreamer):
@@ -37,6 +40,22 @@ class Streamed(BaseStreamer):
         pass
 
 
+def without_memory(rank: str) -> bool:
+    """Whether all ranks do without inboxes, and none waits for another, where one has no memory for its own."""
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if rank == "1":
+            raise RuntimeError("out of memory")
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    with (
+        mock.patch.object(_symmetric_memory, "empty", empty),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=1)),
+    ):
+        made, _ = all_reduce._exchange(64, 1, torch.device("cpu"))
+    return made is None and all_reduce.of_all(f"after {rank}", torch.device("cpu")) == ["after 0", "after 1"]
+
+
 def generated(model: Any, ids: torch.Tensor, words: torch.Tensor, rank: str) -> dict[str, Any]:
     """Whether every way to generate gives the words of one process, and what the ways say of themselves."""
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": words.shape[1] - ids.shape[1]}
@@ -48,6 +67,7 @@ def generated(model: Any, ids: torch.Tensor, words: torch.Tensor, rank: str) -> 
     found["unfused"] = fused_view(model) is None  # all ranks, or none
     if hook is not None:
         hook.remove()
+    found["without_memory"] = without_memory(rank)
     found["kept"] = len(kept_steps(model))
     streamer = Streamed() if rank == "0" else None  # ranks that stop looking at different tokens would wait for each other forever
     ended = {"eos_token_id": int(words[0, ids.shape[1] + 2]), "pad_token_id": 0, "streamer": streamer}

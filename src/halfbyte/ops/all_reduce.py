@@ -67,7 +67,7 @@ def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Exchange
     shape, dtype, inbox, shared = (2, ranks, capacity, width // 2), torch.int64, None, None
     with contextlib.suppress(RuntimeError):
         inbox = symmetric.empty(shape, dtype=dtype, device=device).zero_()
-    if inbox is None or not all(of_all(inbox is not None, device)):
+    if not all(of_all(inbox is not None, device)) or inbox is None:
         return None, None
     with contextlib.suppress(RuntimeError):
         shared = symmetric.rendezvous(inbox, group)
