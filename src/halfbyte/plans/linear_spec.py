@@ -258,7 +258,7 @@ class LinearWgmmaSpec(CompiledFor):
 
     @property
     def halved(self) -> bool:
-        """Groups of 32: two MMAs for each 64 k, as their sums have different scales."""
+        """Groups of 32: sums of each 32 k have a scale of their own."""
         return self.weights[0].group == 32
 
     @property
@@ -274,8 +274,8 @@ class LinearWgmmaSpec(CompiledFor):
 
     @property
     def carried(self) -> bool:
-        """A step's last MMA runs on into the next step. Not where codebook look-ups leave no registers for its sums, nor where
-        the assembler would make it wait (two MMAs of codebook codes for each 64 k).
+        """A step's last MMAs run on into the next step. Not where codebook look-ups leave no registers for their sums, nor where
+        the assembler would make them wait (codebook codes in groups of 32).
         """
         low = self.block_m < 64 and not self.halved
         return self.direct or low or (self.weights[0].kind != "table" and self.tile == 128)

@@ -115,25 +115,25 @@ def _one_behind_other(a, b, C: gl.constexpr):
 
 @gluon.constexpr_function
 def in_place(S):
-    """Whether codes are masked where they stand: not those of groups of 32, of which an operand has two of a word."""
+    """Whether codes become numbers without a shift to the lowest bits: not in groups of 32, where an operand has two of a word."""
     return S.kind == "unsigned" and S.group != 32
 
 
 @gluon.constexpr_function
 def taken(S, C):
-    """What part of their value codes are taken: of those of bf16 that stand 2^129 too low a factor of 2^127 makes a quarter."""
+    """A factor of all operands that sums lose at the end: bf16 codes in place are n * 2^-129, and no factor exceeds 2^127."""
     return 0.25 if in_place(S) and C.dtype == "bf16" else 1.0
 
 
 @gluon.constexpr_function
 def _factor(operand, S, C):
-    """What an operand is multiplied by where codes are masked where they stand."""
+    """What an operand of codes in place is multiplied by: every second one holds them 16 times too large, or as subnormals."""
     return (2.0**127 if C.dtype == "bf16" else 2.0**-4) if operand % 2 else taken(S, C)
 
 
 @gluon.constexpr_function
 def _excess(operand, S, C):
-    """What an operand exceeds its codes' values by, times their part that is taken; zero points left out."""
+    """What an operand exceeds its codes' values by, times `taken`; zero points left out."""
     return S.bias * S.unit(C.dtype) * taken(S, C) if in_place(S) and operand % 2 else S.shift(C.dtype) * taken(S, C)
 
 
