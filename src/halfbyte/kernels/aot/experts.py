@@ -71,6 +71,8 @@ _GROUPED = (
     *(("mxfp4", tokens, _OSS, "") for tokens in (128, 512)),
     *((name, tokens, _LITE, "") for name in ("int4_g128", "int8_g128") for tokens in (256, 512)),
 )
+#: Those that spill although they do not put results into the order of the next projection.
+_SPILLING = (("int4_sym_g64", "fp16", ""),)
 
 
 def configurations() -> Iterator[Configuration]:
@@ -108,11 +110,11 @@ def _grouped() -> Iterator[Configuration]:
         full = _name("grouped-experts", name, tokens, up, half)
         yield from recorded(full, partial(experts_wgmma.sorted_rows, up.x, empty(pairs), empty(pairs), first.spec), targets=(90,))
         launches = ("", up, x, first, inner), ("-onward", up, x, onward, inner), ("-last", down, inner, last, y)
-        spills = ("-onward", "") if (name, half) == ("int4_sym_g64", "fp16") else ("-onward",)
         why = "8 bytes with Triton 3.7, none with 3.6: mostly where results are put into the order of the next projection"
         for kind, call, given, plan, out in launches:
             launch = partial(experts_wgmma.launch, call, given, table, plan, out)
-            yield from recorded(full + kind, launch, targets=(90,), may_spill=why if kind in spills else "")
+            spills = kind == "-onward" or (name, half, kind) in _SPILLING
+            yield from recorded(full + kind, launch, targets=(90,), may_spill=why if spills else "")
 
 
 def _prompts() -> Iterator[Configuration]:
