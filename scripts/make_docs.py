@@ -1,4 +1,5 @@
-"""Write the generated parts of README.md and docs/: tables and figures of records, charts, the command line, public names.
+"""Write the generated parts of README.md and docs/: tables and figures of records, charts, the command line, public names; and
+the table of crossovers that ships with the library.
 
 python scripts/make_docs.py            rewrite them, and print how many words were written by hand; exit 1 if any was out of date
 python scripts/make_docs.py --check    write nothing
@@ -14,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part of the package
 
 import make_tables as tables
-from docgen import first_hour, formats, hero, performance, reference, summary, trust
+from docgen import crossovers, first_hour, formats, hero, performance, reference, summary, trust
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
@@ -48,9 +49,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/reference/cli.md": {"commands": reference.command_line},
     "docs/reference/environment.md": {"variables": reference.environment},
     "docs/performance/index.md": {"results": summary.results, "studies": performance.study_list},
-    "docs/performance/attention.md": {"bars": tables.all_bars},
+    "docs/performance/attention.md": {"crossovers": crossovers.attention, "bars": tables.all_bars},
     "docs/performance/linear.md": {
         "by batch": performance.by_batch,
+        "crossovers": crossovers.linear,
         "linear": tables.linear,
         "linear bars": tables.linear_verdicts,
         "quoted": tables.quoted_figures,
@@ -92,9 +94,9 @@ def stale_pages() -> dict[Path, str]:
 
 
 def stale_files() -> dict[Path, str]:
-    """Everything generated that is out of date, pages and the chart of the README, and what it should be."""
-    pictures = {ROOT / name: svg for name, svg in hero.pictures().items()}
-    changed = {path: svg for path, svg in pictures.items() if not path.exists() or path.read_text(encoding="utf-8") != svg}
+    """Everything generated that is out of date, pages, the chart of the README and what ships, and what it should be."""
+    files = {ROOT / name: svg for name, svg in hero.pictures().items()} | {crossovers.FILE: crossovers.text()}
+    changed = {path: text for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text}
     return stale_pages() | changed
 
 

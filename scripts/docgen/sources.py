@@ -10,20 +10,23 @@ from typing import Any
 import make_tables as tables
 
 from benchmarks.linear_targets import latest as latest_linear
-from benchmarks.studies import QUESTIONS
+from benchmarks.studies import QUESTIONS, int4_gqa, int8_granularity
 from benchmarks.studies.accuracy import QUALITY
 from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
 from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 from halfbyte.formats import key_format
+from halfbyte.measure.page import by_machine
 from halfbyte.measure.records import Record, read
 from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import WEIGHTS
 
 __all__ = [
+    "ATTENTION_OPS",
     "DATA",
     "HEAD_DIM",
     "MEAN_GAIN",
     "OPS",
+    "OURS",
     "PEAK_GAIN",
     "PLAIN",
     "QUESTIONS",
@@ -31,6 +34,7 @@ __all__ = [
     "WEIGHTS",
     "Record",
     "attention",
+    "by_machine",
     "cpu",
     "key_format",
     "linear",
@@ -46,6 +50,8 @@ DATA = ROOT / "src" / "halfbyte" / "data"
 
 #: What the study `quality-per-bit` calls the divergence of caches and that of weights.
 OPS = {True: QUALITY, False: OF_WEIGHTS}
+#: Operations that time decode attention of one new token, alone.
+ATTENTION_OPS = ("decode_attention", int4_gqa.OP, int8_granularity.OP)
 #: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is compared with.
 OURS = "halfbyte auto"
 

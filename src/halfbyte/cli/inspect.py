@@ -165,7 +165,7 @@ def explain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Which kernel a GPU runs for decode attention or a linear layer: tiles, programs, splits, and the reasons."""
+    """Which kernel a GPU runs for decode attention or a linear layer: tiles, splits, reasons; whether 16 bits are slower."""
     from halfbyte.plans.explain import explanation, linear_explanation
     from halfbyte.plans.tuning_cache import NO_TABLE, table_of
 
@@ -174,15 +174,16 @@ def explain(
     for option, value in (("sms", sms), ("page", page)):
         check(value < 2**31, f"{option}={value}; it must be below 2^31")
     here = this_gpu()
+    by_numbers = bool(sms or capability)  # of such a GPU nothing is stored
     asked = here._replace(num_sms=sms or here.num_sms, capability=(major, minor) if capability else here.capability)
-    gpu: dict[str, Any] = {"gpu": asked}
+    gpu: dict[str, Any] = {"gpu": asked._replace(name="") if by_numbers else asked}
     if compile_it:
         from halfbyte.measure.precompile import resources
 
         gpu["resources"] = resources
     _check_belongs(context, bool(linear))
     if linear:
-        table = NO_TABLE if sms or capability else table_of(here.name, here.num_sms)
+        table = NO_TABLE if by_numbers else table_of(here.name, here.num_sms)
         found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu, table=table)
     else:
         q_heads, kv_heads = _one_pair(heads, "/", "heads", "32/8")

@@ -10,6 +10,7 @@ from halfbyte.cache_options import token_bytes
 from halfbyte.device import GPU, H200
 from halfbyte.errors import check
 from halfbyte.formats import check_window, key_format, value_format, weight_format
+from halfbyte.plans.crossovers import attention_fact, linear_fact, shipped
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, gluon_plan, queries_of_a_block
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
@@ -78,6 +79,11 @@ def explanation(
         )
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
     tuned = gluon_plan(p, gpu.num_sms, gpu.capability, True)
+    if k.is_quantized or v.is_quantized:
+        unlike = {"pages": page, "sink and recent tokens": sum(window), "batch invariance": deterministic_batch}
+        unlike |= {"further new tokens": queries > 1, _PORTABLE: not isinstance(tuned, DecodePlan)}
+        measured = attention_fact((q_heads, kv_heads), dim, batch, capacity, queries, (k, v), gpu.name, shipped())
+        facts["16 bits"] = _measured(measured, [name for name, differs in unlike.items() if differs])
     if isinstance(tuned, DecodePlan):
         return facts | tuned.describe() | dict(resources(p, tuned, gpu.capability))
     return facts | {"not gluon": tuned} | portable_plan(p, gpu.num_sms, gpu.capability).describe(p)
@@ -123,12 +129,24 @@ def linear_explanation(
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
     problem = LinearProblem(tuple(zip(formats, features, strict=True)), rows, width, dtype)
     tuned, source = linear_plan(problem, gpu, True, table)
+    portable = not isinstance(tuned, LinearPlan) and not expanded(problem)
+    facts["16 bits"] = _measured(linear_fact(features, width, formats, rows, gpu.name, shipped()), [_PORTABLE] * portable)
     if isinstance(tuned, LinearPlan):
         kernel, *rest = tuned.describe(rows).items()
         return facts | dict([kernel, ("plan", source), *rest, *resources(problem, tuned, gpu.capability).items()])
     if expanded(problem):
         return facts | {"not gluon": tuned} | describe_slabs(problem)
     return facts | {"not gluon": tuned} | linear_tiles(problem, gpu).describe(problem)
+
+
+_PORTABLE = "the portable kernel"
+
+
+def _measured(measured: str, unlike: Sequence[str]) -> str:
+    """What was measured, and which conditions of the problem it lacks; the portable kernel was not measured."""
+    if _PORTABLE in unlike:
+        return f"not measured with {_PORTABLE}"
+    return f"{measured}; measured without {', '.join(unlike)}" if unlike else measured
 
 
 def _described(gpu: GPU) -> dict[str, str]:
