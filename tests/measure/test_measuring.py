@@ -523,7 +523,7 @@ class FakeCuda:
             "current_stream": lambda: self,
             "stream": lambda stream: contextlib.nullcontext(),
             "device": lambda device: contextlib.nullcontext(),
-            "graph": lambda graph: contextlib.nullcontext(),
+            "graph": lambda graph, capture_error_mode: contextlib.nullcontext(),
             "synchronize": lambda *a: None,
             "_sleep": lambda cycles: self.log.append("pause"),
             "Event": lambda **options: self,
@@ -574,7 +574,7 @@ def test_what_a_graph_reads_lives_as_long_as_its_sampler(monkeypatch: pytest.Mon
 def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
 
-    def refuse(graph: object) -> None:
+    def refuse(graph: object, capture_error_mode: str) -> None:
         raise Unsupported("no kernel yet")
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)

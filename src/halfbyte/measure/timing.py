@@ -313,7 +313,8 @@ class _CudaSampler:
 def _captured(work: Call) -> Call:
     """`work` as the replay of a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may ask the GPU something meanwhile, as NCCL's does.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph.replay
 
