@@ -24,7 +24,7 @@ BASELINES = Section("Peers", plain_table, of_any, text_columns=3)
 
 def of_study(study: studies.Study) -> Section:
     """A study brings its own."""
-    return Section(study.name, study.table, study.charts, study.says, study.text_columns, study.asks)
+    return Section(study.name, study.table, study.charts, study.says, study.text_columns, study.asks, study.also)
 
 
 def section_of(r: Record) -> Section:

@@ -104,7 +104,7 @@ def _run(session: Session, jobs: Sequence[LinearTuning], store: Store) -> None:
     compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), session.device.gpu.capability)
     session.run(jobs)
     if not session.options.json:
-        session.show_table(f"plans on {session.device.name}", HEADERS, table_rows(session.records), text_columns=2)
+        session.show_tables(f"plans on {session.device.name}", [(HEADERS, table_rows(session.records))], text_columns=2)
     for line in (*left_out(session.records), says(session.records)):
         session.say(line)
     session.say(f"{len(store.entries())} problems in {store.file}; processes that run already keep their plans")

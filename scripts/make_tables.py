@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import linear_targets, literature, qkv_cases, studies, targets
+from benchmarks.report_sections import of_study
 from benchmarks.studies import QUESTIONS
 from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
 from halfbyte.evals.legend import HEADERS, format_rows
@@ -284,11 +285,12 @@ def _marked(r: Record) -> Record:
 
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
-    headers, rows = tables.filled(found.table(measured), found.text_columns)
-    table = markdown(headers, [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
     told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]
-    told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
+    for headers, rows in of_study(found).tables(measured):
+        cells = [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows]
+        table = markdown(headers, cells)
+        told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
     if refused := dict.fromkeys(r.refused for r in measured if r.refused):
         told.append(folded("What has no figure, and why", "\n".join(f"- {why}" for why in refused)))
     return told

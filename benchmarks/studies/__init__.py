@@ -30,7 +30,7 @@ QUESTIONS = {
     "engines": "append and attention of an engine's step over packed pages: against vLLM's kernels, decode_attention and 16 bits",
     "capacity": "tokens a second and GPU time with the largest batch that fits, by context and KV format; Llama 2 70B on 8 GPUs",
     "step": "a decode step of whole models through generate(): tokens a second, and where its time goes, launch by launch",
-    "decode-70b": "a decode step of one of eight tensor-parallel ranks of Llama 2 70B: BF16 and INT4 caches by batch and context",
+    "decode-70b": "a decode step of Llama 2 70B on 2 to 8 GPUs and of one rank: BF16 and INT4 caches by batch and context",
 }
 
 
@@ -43,6 +43,7 @@ class Study:
     charts  <svg> elements
     says    two sentences that hold the figures
     text_columns  columns of the table that hold text, from the left; the others hold numbers
+    also    a second table, of other records
     derive  what records of other studies say, where this one was not measured
     """
 
@@ -53,6 +54,7 @@ class Study:
     says: Callable[[Sequence[Record]], Sequence[str]]
     text_columns: int = 2
     effort: Effort = GRAPHS
+    also: Callable[[Sequence[Record]], Table] = lambda measured: ((), ())
     derive: Callable[[Sequence[Record]], Sequence[Record]] = lambda recorded: ()
 
     @property

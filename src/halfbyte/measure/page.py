@@ -85,11 +85,7 @@ def _sections(report: Report, measured: Sequence[Record], where: str, section_of
         report.heading(f"{section.title}{where}")
         asked = [f"{section.asks[:1].upper()}{section.asks[1:]}."] if section.asks else []
         try:
-            said, drawn, (headers, rows) = (
-                section.says(mine),
-                section.charts(mine),
-                tables.filled(section.table(mine), section.text_columns),
-            )
+            said, drawn, made = section.says(mine), section.charts(mine), section.tables(mine)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # well-formed, but not as these are written here
             raise InvalidArgument(
                 f"the records of {section.title!r} cannot be shown ({type(error).__name__}: {error}); "
@@ -99,7 +95,9 @@ def _sections(report: Report, measured: Sequence[Record], where: str, section_of
         for chart in drawn:
             report.figure(chart)
         caption = tables.count_text(mine) if any(r.bars for r in mine) else ""
-        report.table(headers, [[cell.replace("\n", "; ").replace(" %", "\u00a0%") for cell in row] for row in rows], caption)
+        for headers, rows in made:
+            shown = [[cell.replace("\n", "; ").replace(" %", "\u00a0%") for cell in row] for row in rows]
+            report.table(headers, shown, caption)
         _lines(report, "refused", [r.refused for r in mine if r.refused])
         _lines(report, "notes", [f"{name_of(r)}, {r.formats}: {r.note}" for r in mine if r.note])
         _lines(report, "kernel times", [_kernels(r) for r in mine if r.kernel_seconds])

@@ -18,6 +18,10 @@ def _nothing(measured: Sequence[Record]) -> Sequence[str]:
     return ()
 
 
+def _no_rows(measured: Sequence[Record]) -> Table:
+    return (), ()
+
+
 @dataclass(frozen=True)
 class Section:
     """How records of one kind are shown.
@@ -26,6 +30,7 @@ class Section:
     table   headers, and rows of text; the first `text_columns` columns hold text, the others numbers
     charts  <svg> elements
     says    sentences that hold the figures
+    also    a second table, of other records
     """
 
     title: str
@@ -34,6 +39,12 @@ class Section:
     says: Callable[[Sequence[Record]], Sequence[str]] = _nothing
     text_columns: int = 2
     asks: str = ""
+    also: Callable[[Sequence[Record]], Table] = _no_rows
+
+    def tables(self, measured: Sequence[Record]) -> list[Table]:
+        """Those that have rows; the first without any where none has."""
+        made = [filled(table(measured), self.text_columns) for table in (self.table, self.also)]
+        return [table for table in made if table[1]] or made[:1]
 
 
 #: The section of a record.
@@ -74,8 +85,7 @@ def show(session: Session, section: Section) -> None:
     measured = session.records
     if not measured or session.options.json:
         return
-    headers, rows = filled(section.table(measured), section.text_columns)
-    session.show_table(f"{section.title} on {session.device.name}", headers, rows, section.text_columns)
+    session.show_tables(f"{section.title} on {session.device.name}", section.tables(measured), section.text_columns)
     for r in measured:
         if r.note:
             session.say(f"{r.case} {r.formats}: {r.note}")

@@ -22,7 +22,7 @@ from halfbyte.measure.checks import Accuracy
 from halfbyte.measure.progress import Named, Steps, job_name
 from halfbyte.measure.records import Record, with_accuracy, with_timing
 from halfbyte.measure.roofline import Roofline
-from halfbyte.measure.tables import is_noisy
+from halfbyte.measure.tables import Table, is_noisy
 from halfbyte.measure.terminal import show_table
 from halfbyte.measure.timing import (
     GRAPHS,
@@ -286,9 +286,10 @@ class Session:
             highlight=False,
         )
 
-    def show_table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
-        """Print a table and what a reader must know besides; all but the first `text_columns` columns hold numbers."""
-        show_table(self._out, title, headers, rows, text_columns, self.options.wide)
+    def show_tables(self, title: str, tables: Sequence[Table], text_columns: int) -> None:
+        """Print tables and what a reader must know besides; all but the first `text_columns` columns hold numbers."""
+        for headers, rows in tables:
+            show_table(self._out, title, headers, rows, text_columns, self.options.wide)
         for record in self.records:
             if record.refused:
                 self._out.print(f"refused: {record.refused}", markup=False, highlight=False, soft_wrap=True)
