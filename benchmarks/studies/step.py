@@ -6,25 +6,37 @@ all ways but fused blocks compile, which takes a minute each for 32 layers. The 
 timed, as tracing slows what follows it; several ranks run where there are as many GPUs. Before a packed model is timed, the first
 block's linear layers, the output layer and attention over a cache of that size must keep the accuracy promise. On a CPU: the
 shipped model's sizes.
+
+A rank of several has its heads, its columns of the feed-forward and its rows of the output layer, with random weights; embeddings,
+norms and the residual are the same on every rank. Behind o_proj, down_proj and the output layer run transformers' own collectives,
+which on GPUs a recorded step holds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import halfbyte
-from benchmarks.ranks import Whole, measure_ranks
+from benchmarks.ranks import first_of_ranks
 from benchmarks.studies import Study
+from halfbyte.device import Device
+from halfbyte.hf.every_forward import packed_forwards
 from halfbyte.hf.model_step import ALONE, PACKED, PLAIN, SIZES, WAYS, Formats, Steps, Way, measure, of_sizes
 from halfbyte.hf.model_support import blocks, head_dims, read_config
 from halfbyte.measure import charts
 from halfbyte.measure.caches import DecodeCase, Inputs, Promise, fill, held_by
+from halfbyte.measure.checks import BenchmarkRefused
 from halfbyte.measure.decode import DecodeShape
 from halfbyte.measure.linear import promise
 from halfbyte.measure.records import Record
@@ -113,7 +125,8 @@ class StepJob:
         )
         found: Iterable[Record]
         if case.ranks > 1:
-            found = measure_ranks(Whole(config, FORMATS, steps, ways, judged), case.ranks, session.device.kind)
+            whole = Whole(config, FORMATS, steps, ways, judged, case.ranks)
+            found = first_of_ranks(partial(_measured, whole), case.ranks, session.device.kind)
         else:
             model = of_sizes(config, session.device, FORMATS)
             found = measure(model, FORMATS, steps, session.device, traced=self.traced, ways=ways, judged=judged)
@@ -136,6 +149,73 @@ def judge(case: Case, model: Any) -> None:
     out = halfbyte.decode_attention(inputs.q, cache)
     assert isinstance(out, torch.Tensor)  # a pair only with return_lse
     Promise(inputs.q, held_by(cache)).judge([out]).require(f"{case.name}: attention")
+
+
+# ---------------------------------------------------------------------------------------------------------------- several ranks
+
+
+class Whole(NamedTuple):
+    """What all ranks together are, and what is measured of them: as for `measure`."""
+
+    config: Any
+    formats: Formats
+    steps: Steps
+    ways: Sequence[Way]
+    judged: Callable[[Any], object]
+    ranks: int
+
+
+def _measured(whole: Whole, machine: Device) -> Iterator[Record]:
+    """What one of the ranks measures."""
+
+    def judged(quantized: Any) -> None:
+        whole.judged(quantized)
+        connect(quantized, whole.ranks, machine)
+
+    model = share(whole.config, whole.ranks, machine, whole.formats)
+    for record in measure(model, whole.formats, whole.steps, machine, traced=False, ways=whole.ways, judged=judged):
+        yield replace(record, shape={**record.shape, "ranks": whole.ranks})
+
+
+def share(config: Any, ranks: int, machine: Device, formats: Formats) -> Any:
+    """One rank's part of a model of these sizes, not quantized and not connected yet."""
+    mine = deepcopy(config)
+    mine.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % ranks:
+            raise BenchmarkRefused(f"{ranks} ranks cannot share {name}={getattr(config, name)}")
+        setattr(mine, name, getattr(config, name) // ranks)
+    mine.tie_word_embeddings = False
+    torch.manual_seed(1 + dist.get_rank())
+    model = of_sizes(mine, machine, formats)
+    torch.manual_seed(0)
+    with machine.torch:
+        model.set_input_embeddings(nn.Embedding(config.vocab_size, config.hidden_size, dtype=model.dtype))
+    return model
+
+
+def connect(model: Any, ranks: int, machine: Device) -> None:
+    """Put the collectives of transformers behind the layers that need other ranks, and see that all ranks choose the same token."""
+    try:
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    except ImportError as error:
+        raise BenchmarkRefused(f"ranks need the parallel styles of transformers 5.23, not {version('transformers')}") from error
+
+    mesh, head = init_device_mesh(machine.kind, (ranks,)), model.get_output_embeddings()
+    rows = [layer for block in blocks(model) for layer in (block.self_attn.o_proj, block.mlp.down_proj)]  # type: ignore[union-attr]
+    for layer, style in [*((layer, "rowwise") for layer in rows), (head, "colwise_gather_output")]:
+        layer.parallel_style = style
+        ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
+    head.out_features *= ranks
+    model.config.distributed_config = DistributedConfig(tp_size=ranks)
+    ids = torch.arange(8, device=machine.torch)[None]
+    with torch.no_grad(), packed_forwards(model):
+        logits = model(ids).logits[0].float().contiguous()
+    others = [torch.empty_like(logits) for _ in range(ranks)]
+    dist.all_gather(others, logits)
+    if not all(torch.equal(logits, other) for other in others):
+        raise BenchmarkRefused(f"{ranks} ranks have different logits")
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

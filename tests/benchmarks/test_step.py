@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import ranks
 from benchmarks.studies import step, study
 from halfbyte.device import Device
 from halfbyte.hf import model_step
@@ -59,7 +58,7 @@ def test_two_ranks_are_measured() -> None:
 def test_sizes_that_ranks_cannot_share_are_refused() -> None:
     config = LlamaConfig(num_attention_heads=6, num_key_value_heads=3, hidden_size=384)
     with pytest.raises(BenchmarkRefused, match="num_key_value_heads=3"):
-        ranks.share(config, 2, CPU, step.FORMATS)
+        step.share(config, 2, CPU, step.FORMATS)
 
 
 @pytest.mark.slow
