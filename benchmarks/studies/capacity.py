@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.rank import Model, Rank
+from benchmarks.rank import ONE_OF_EIGHT, PLAIN, Model, Rank
 from benchmarks.studies import Study, decode_70b
 from halfbyte.measure import charts
 from halfbyte.measure.compare import latest
@@ -23,7 +23,6 @@ from halfbyte.measure.tables import Table, times_text
 from halfbyte.measure.timing import MANY_GRAPHS
 
 OP, DERIVED, RANKS = "capacity", "derived", 8
-PLAIN = decode_70b.PLAIN
 FORMATS = (PLAIN, "int8", "int8+int4_g32", "int4_g32", "int4")
 CONTEXTS, QUICK_CONTEXTS = (4096, 8192, 16384, 32768), (16384,)
 #: The share of memory that weights and caches may fill, what a batch is a multiple of, how far beyond a recorded batch is derived.
@@ -36,7 +35,7 @@ def jobs(session: Session) -> list[Job]:
     """On a GPU one for each context and format; else what recorded steps say."""
     if session.device.kind != "cuda":
         return [DerivedJob()]
-    rank = Rank()
+    rank = ONE_OF_EIGHT
     model = Model(rank, session.device, decode_70b.TIMED, session.copies(rank.head_bytes))
     contexts = QUICK_CONTEXTS if session.options.quick else CONTEXTS
     return [CapacityJob(model, context, f, session.device.memory_bytes) for context in contexts for f in FORMATS]
@@ -111,7 +110,7 @@ def derived(recorded: Sequence[Record]) -> list[Record]:
 
 def _derived(context: int, formats: str, steps: dict[int, Record]) -> Record:
     """The largest batch of one context and format, or twice the largest recorded one."""
-    rank, last = Rank(), steps[max(steps)]
+    rank, last = ONE_OF_EIGHT, steps[max(steps)]
     fits = largest(rank, context, formats, True, MEMORY)
     batch = min(fits, BEYOND * max(steps))
     times = {b: r.seconds or 0.0 for b, r in steps.items()}

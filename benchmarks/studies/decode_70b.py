@@ -1,15 +1,18 @@
-"""Study `decode-70b`: a decode step of one of eight tensor-parallel ranks of Llama 2 70B, by batch and context.
+"""Study `decode-70b`: a decode step of Llama 2 70B on 2 to 8 GPUs, and of one of eight ranks, by batch and context.
 
-The published end-to-end figure: 8 query heads on 1 KV head, 80 layers, the feed-forward in FP8, batch 1 to 256, 2K to 16K tokens.
-What is timed is a CUDA graph of some layers with weights and caches of their own, more bytes between two uses of each than the L2
-cache holds; the step's time is that of a layer times 80, and that of the output head. Weights are random. There is no all-reduce.
-What 80 layers take in memory is counted, and a case that this GPU cannot hold is not timed: it is marked. Both caches are written
-by the same launch, which rotates q and k and appends; torch's attention reads the BF16 cache, in the ways that it has.
-On a CPU: one layer, few sequences, the feed-forward in bf16.
+The published end-to-end figure: eight ranks with 8 query heads on 1 KV head each, 80 layers, the feed-forward in FP8, batch 1 to
+256, 2K to 16K tokens. Weights are random. "on 4": all layers and the all-reduce, where there are as many GPUs; `whole_model` says
+how. One rank by itself: what is timed is a CUDA graph of some layers with weights and caches of their own, more bytes between two
+uses of each than the L2 cache holds; the step's time is that of a layer times 80, and that of the output head, without an
+all-reduce. What 80 layers take in memory is counted, and a case that a GPU cannot hold is not timed: it is marked. All caches are
+written by the same launch, which rotates q and k and appends; torch's attention reads the BF16 cache, in the ways that it has.
+On a CPU: one layer, few sequences, the feed-forward in bf16; and a small model on two ranks.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,16 +20,15 @@ from typing import cast
 
 import torch
 
-from benchmarks.rank import Attend, Model, Rank, Step
+from benchmarks import whole_model
+from benchmarks.rank import FORMATS, NOT_HELD, ONE_OF_EIGHT, PLAIN, Entry, Model, Step, StepCase, entries
 from benchmarks.studies import Study
 from halfbyte.measure import charts, precompile
-from halfbyte.measure.caches import DecodeCase, Inputs, Promise, Rotation, fill, held_by
+from halfbyte.measure.caches import Promise, Rotation, held_by
 from halfbyte.measure.checks import Accuracy, BenchmarkRefused
-from halfbyte.measure.decode import Attend as Attention
-from halfbyte.measure.decode import attend, sdpa_variants
 from halfbyte.measure.precompile import Pair
 from halfbyte.measure.records import Record, with_timing
-from halfbyte.measure.session import Job, Session, reason
+from halfbyte.measure.session import Job, Session
 from halfbyte.measure.tables import Table
 from halfbyte.measure.timing import (
     MANY_GRAPHS,
@@ -40,9 +42,6 @@ from halfbyte.measure.timing import (
     summary,
 )
 
-#: "per head" and "in groups of 32": the published row-wise scales and four groups of 128 numbers.
-FORMATS = ("int4", "int4_g32")
-PLAIN = "bf16"
 #: Batches and contexts by kind of device and whether it is to be quick.
 SIZES: dict[tuple[str, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("cuda", False): ((1, 8, 32, 64, 128, 256), (2048, 4096, 8192, 16384)),
@@ -50,37 +49,17 @@ SIZES: dict[tuple[str, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("cpu", False): ((1, 4), (1024, 4096)),
     ("cpu", True): ((1, 4), (1024,)),
 }
-OP, LOGITS, NOT_HELD = "decode-70b", "logits of decode-70b", "does not fit"
+OP, LOGITS = "decode-70b", "logits of decode-70b"
 #: Layers that are timed: between two uses of one cache the others' weights pass through the L2 cache, 126 MB a layer.
 TIMED = 4
 
 
 def jobs(session: Session) -> list[Job]:
-    """One job for each batch and context; the weights are made once, and shared."""
+    """One job for each batch and context of one rank, whose weights are made once; then one for each number of ranks."""
     batches, contexts = SIZES[session.device.kind, session.options.quick]
-    rank = Rank()
-    model = Model(rank, session.device, TIMED if session.device.kind == "cuda" else 1, session.copies(rank.head_bytes))
-    return [StepJob(model, batch, context) for batch in batches for context in contexts]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One way to run a step: which attention over caches in which format."""
-
-    implementation: str
-    formats: str
-    attend: Attend
-
-
-def entries(kind: str, formats: Sequence[str] = (PLAIN, *FORMATS)) -> list[Entry]:
-    """torch's attention over a BF16 cache, which on a GPU reads a key once for all query heads; then ours over other formats."""
-
-    def over(way: Attention) -> Attend:
-        return lambda q, cache: way(q, cache.keys.codes, cache.values.codes)
-
-    peers = [Entry(name, PLAIN, over(way)) for name, way in sdpa_variants(kind, groups=kind == "cpu").items()]
-    ours = [Entry("halfbyte auto", name, partial(attend, impl="auto")) for name in formats if name != PLAIN]
-    return (peers if PLAIN in formats else []) + ours
+    timed = TIMED if session.device.kind == "cuda" else 1
+    model = Model(ONE_OF_EIGHT, session.device, timed, session.copies(ONE_OF_EIGHT.head_bytes))
+    return [*(StepJob(model, batch, context) for batch in batches for context in contexts), *whole_model.jobs(session)]
 
 
 @dataclass
@@ -119,6 +98,10 @@ class StepJob:
     def name(self) -> str:
         return f"batch {self.batch} x {self.context:,}"
 
+    @property
+    def _case(self) -> StepCase:
+        return StepCase(self.model, self.batch, self.context, OP, self.name)
+
     def to_compile(self, session: Session) -> Iterator[Pair]:
         """Our attention, launches overlapping."""
         shape = self.model.rank.shape(self.batch, self.context)
@@ -132,7 +115,7 @@ class StepJob:
         if not wanted:
             return
         session.free()
-        records = [self._blank(session, e) for e in wanted]
+        records = [self._case.blank(session, e) for e in wanted]
         with torch.no_grad(), fixed_threads(session.threads):
             runs: dict[int, Run] = {}
             logits: dict[int, torch.Tensor] = {}
@@ -143,36 +126,21 @@ class StepJob:
                         logits[i] = runs[i].logits()
                     except Exception as error:
                         runs.pop(i, None)
-                        records[i] = replace(records[i], refused=self._why(entry, error))
+                        records[i] = self._case.refused(records[i], error)
             times = _sampled(session, self.model.rank.layers, runs)
             for i, run in runs.items():
                 try:
                     run.logits()  # what was timed must still be right
                     records[i] = _timed(records[i], times[i], run, self.model)
                 except Exception as error:
-                    records[i] = replace(records[i], refused=self._why(wanted[i], error))
+                    records[i] = self._case.refused(records[i], error)
         yield from records
         yield from self._compared(records, logits)
-
-    def _blank(self, session: Session, entry: Entry) -> Record:
-        """The record without a time; refused already where 80 layers do not fit."""
-        model, shape = self.model, self.model.rank.shape(self.batch, self.context)
-        nbytes = model.rank.step_bytes(self.batch, self.context, entry.formats, model.fp8)
-        held = model.rank.held_bytes(self.batch, self.context, entry.formats, model.fp8)
-        record = Record(OP, shape.sizes, entry.formats, entry.implementation, nbytes, session.environment, case=self.name)
-        if session.device.kind != "cuda" or held <= session.device.memory_bytes:
-            return record
-        why = f"{NOT_HELD}: {model.rank.layers} layers take {held / 1e9:.1f} GB of {session.device.memory_bytes / 1e9:.1f}"
-        return replace(record, refused=f"{self.name} {entry.formats}: {why}")
-
-    def _why(self, entry: Entry, error: Exception) -> str:
-        known = f"{NOT_HELD}: out of memory" if isinstance(error, torch.OutOfMemoryError) else reason(error)
-        return f"{self.name} {entry.formats} {entry.implementation}: {known}"
 
     def _ready(self, session: Session, entry: Entry, others: Sequence[tuple[Entry, Run]]) -> Run:
         """The step over caches of its own, or over those of another way in the same format."""
         shared = [run.rotation for other, run in others if other.formats == entry.formats]
-        rotation = shared[0] if shared else self._filled(session, entry.formats)
+        rotation = shared[0] if shared else self._case.filled(entry.formats, session.device.torch)
         step = Step(self.model, rotation.caches, self.context, entry.attend)
         fns = [partial(step.layer, i) for i in range(self.model.count)]
         layers = make_sampler("layers", Work(fns, rotation.restore_short), session.device, session.effort)
@@ -181,11 +149,6 @@ class StepJob:
         heads = [partial(step.logits, i) for i in range(len(self.model.heads))]
         head = make_sampler("head", Work(heads), session.device, session.effort)
         return Run(rotation, layers, head)
-
-    def _filled(self, session: Session, formats: str) -> Rotation:
-        """A cache for each layer that is timed."""
-        inputs = Inputs.random(DecodeCase(self.name, self.model.rank.shape(self.batch, self.context)), session.device.torch)
-        return Rotation(fill(inputs, formats), inputs, self.model.count)
 
     def _compared(self, records: Sequence[Record], logits: dict[int, torch.Tensor]) -> Iterator[Record]:
         """How far the logits of each INT4 step are from those of a BF16 step that was right."""
@@ -215,7 +178,7 @@ def _timed(record: Record, timing: Timing, run: Run, model: Model) -> Record:
     """The record with its time and how it was taken."""
     assert run.accuracy is not None  # it was judged before it was timed
     scaled = f"{timing.method}; {model.count} layer{'s' * (model.count > 1)} timed, times {model.rank.layers / model.count:g}"
-    how = f"{scaled}, and the output head; feed-forward in {'FP8' if model.fp8 else 'bf16'}"
+    how = f"{scaled}, and the output head; feed-forward in {model.feed_forward}"
     whole = with_timing(record, replace(timing, method=how), run.accuracy)
     return replace(whole, gb_per_s=record.nbytes / timing.median / 1e9)
 
@@ -235,18 +198,34 @@ HEADERS = (
     "logits, INT4 per head",
     "logits, INT4 g32",
 )
+WHOLE_HEADERS = (
+    "case",
+    "all-reduce",
+    "GB a rank, BF16",
+    "GB a rank, INT4 g32",
+    *HEADERS[4:8],
+    "BF16, tokens/s",
+    "INT4 per head, tokens/s",
+    "INT4 g32, tokens/s",
+    "INT4 g32 with NCCL, ms",
+)
+PUBLISHED = (
+    "Published, for 8 H100s: decode latency drops with an INT4 cache, and BF16 runs out of memory at the largest batches and "
+    "contexts; a figure without numbers."
+)
 
 
 def best(measured: Sequence[Record], case: str, formats: str) -> Record | None:
     """The fastest record of a case in a format; without a time, one that says why; None without any."""
-    mine = [r for r in measured if r.op == OP and (r.case, r.formats) == (case, formats)]
+    ops, mine = (OP, whole_model.OP), [r for r in measured if (r.case, r.formats) == (case, formats)]
+    mine = [r for r in mine if r.op in ops and r.implementation != whole_model.BY_NCCL]
     timed = [r for r in mine if r.seconds]
     return min(timed, key=lambda r: r.seconds or 0.0) if timed else next(iter(mine), None)
 
 
-def cases(measured: Sequence[Record]) -> list[str]:
+def cases(measured: Sequence[Record], op: str = OP) -> list[str]:
     """All cases in the order in which they were measured."""
-    return list(dict.fromkeys(r.case for r in measured if r.op == OP and r.shape))
+    return list(dict.fromkeys(r.case for r in measured if r.op == op and r.shape))
 
 
 def gain(measured: Sequence[Record], case: str) -> float | None:
@@ -257,22 +236,38 @@ def gain(measured: Sequence[Record], case: str) -> float | None:
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """One row for each batch and context."""
+    """One row for each batch and context of one rank."""
     return HEADERS, [_row(measured, case) for case in cases(measured)]
 
 
 def _row(measured: Sequence[Record], case: str) -> tuple[str, ...]:
-    found = {f: best(measured, case, f) for f in NAMES}
-    plain, faster = found[PLAIN], gain(measured, case)
+    plain = best(measured, case, PLAIN)
     logits = {r.formats: f"{r.error:.2g}" for r in measured if r.op == LOGITS and r.case == case and r.error is not None}
+    attention = plain.implementation if plain and plain.seconds else ""
+    return (case, attention, *_figures(measured, case), *(logits.get(f, "") for f in FORMATS))
+
+
+def _figures(measured: Sequence[Record], case: str) -> tuple[str, ...]:
+    """Bytes, milliseconds and the gain: what the tables share."""
+    found, faster = {f: best(measured, case, f) for f in NAMES}, gain(measured, case)
     return (
-        case,
-        plain.implementation if plain and plain.seconds else "",
         *(f"{r.nbytes / 1e9:.1f}" if (r := found[f]) else "" for f in (PLAIN, FORMATS[1])),
         *(_ms(r) for r in found.values()),
         f"{faster:.2f}x" if faster else "",
-        *(logits.get(f, "") for f in FORMATS),
     )
+
+
+def whole_table(measured: Sequence[Record]) -> Table:
+    """One row for each batch and context of the whole model."""
+    return WHOLE_HEADERS, [_whole_row(measured, case) for case in cases(measured, whole_model.OP)]
+
+
+def _whole_row(measured: Sequence[Record], case: str) -> tuple[str, ...]:
+    timed = [r for f in NAMES if (r := best(measured, case, f)) and r.seconds]
+    per_second = {r.formats: f"{r.shape['B'] / (r.seconds or math.inf):,.0f}" for r in timed}
+    summed = next((found[1] for r in timed if (found := re.search(r"all-reduce: ([\w-]+)", r.method))), "")
+    by_nccl = next((r for r in measured if (r.case, r.implementation) == (case, whole_model.BY_NCCL)), None)
+    return (case, summed, *_figures(measured, case), *(per_second.get(f, "") for f in NAMES), _ms(by_nccl))
 
 
 def _ms(r: Record | None) -> str:
@@ -297,23 +292,31 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 
 
 def says(measured: Sequence[Record]) -> list[str]:
-    """The largest case that both formats hold, and what BF16 cannot hold; the published result is a figure without numbers."""
-    gains = {case: times for case in cases(measured) if (times := gain(measured, case))}
+    """The whole model beside what was published, which is a figure without numbers; then one rank by itself."""
+    told = _told(measured, whole_model.OP, "All layers and their all-reduces, random weights")
+    return [*told, *([PUBLISHED] if told else []), *_told(measured, OP, "One rank with random weights and without an all-reduce")]
+
+
+def _told(measured: Sequence[Record], op: str, what: str) -> list[str]:
+    """The largest case that both formats hold, and what BF16 cannot hold."""
+    found = cases(measured, op)
+    gains = {case: times for case in found if (times := gain(measured, case))}
     told = []
     if gains:
         case, least, most = list(gains)[-1], min(gains.values()), max(gains.values())
         plain, head, g32 = (_ms(best(measured, case, f)) for f in NAMES)
+        sizes, on, ranks = case.partition(" on ")
         told.append(
-            f"One rank with random weights and without an all-reduce: at {case} tokens a step takes {plain} ms with a BF16 cache, "
+            f"{what}: at {sizes} tokens{on}{ranks}{' ranks' * bool(on)} a step takes {plain} ms with a BF16 cache, "
             f"{head} ms with INT4 per head, {g32} ms with INT4 in groups of 32; over {len(gains)} cases the faster one takes "
             f"{1 / most:.2f} to {1 / least:.2f} of the time of BF16."
         )
-    missing = [c for c in cases(measured) if (r := best(measured, c, PLAIN)) and not r.seconds and NOT_HELD in r.refused]
+    missing = [c for c in found if (r := best(measured, c, PLAIN)) and not r.seconds and NOT_HELD in r.refused]
     held = [c for c in missing if (r := best(measured, c, FORMATS[1])) and r.seconds]
     if missing:
-        whole = f"{len(missing)} of {len(cases(measured))} cases do not fit in this memory with a BF16 cache"
+        whole = f"{len(missing)} of {len(found)} cases do not fit in this memory with a BF16 cache"
         told.append(f"{whole} ({'; '.join(missing)}), and {len(held)} of these do with INT4 in groups of 32.")
     return told
 
 
-STUDY = Study("decode-70b", jobs, table, drawn, says, text_columns=2, effort=MANY_GRAPHS)
+STUDY = Study("decode-70b", jobs, whole_table, drawn, says, text_columns=2, effort=MANY_GRAPHS, also=table)

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.rank import Model, Product, Rank, Step
+from benchmarks.rank import LLAMA_2_70B, ONE_OF_EIGHT, Entry, Model, Product, Rank, Step, entries
 from benchmarks.studies import capacity, decode_70b, study
 from halfbyte.device import Device
 from halfbyte.measure import caches, decode, session
 from halfbyte.measure.caches import DecodeCase
+from halfbyte.measure.checks import BenchmarkRefused
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Options, Session
 from halfbyte.measure.timing import Effort
@@ -35,11 +36,20 @@ def job(batch: int = 2, context: int = 64) -> decode_70b.StepJob:
     return decode_70b.StepJob(Model(SMALL, FAKE, 2, 3), batch, context)
 
 
-def test_a_rank_is_an_eighth_of_the_model() -> None:
-    rank = Rank()
-    weights = 8 * (80 * rank.layer_bytes(fp8=False) + 2 * 2 * rank.vocabulary * rank.hidden)
-    # k and v of one KV head on each rank, so nothing is held twice; the norms' weights are left out
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_are_shares_of_the_model(ranks: int) -> None:
+    rank = LLAMA_2_70B.shared(ranks)
+    weights = ranks * (80 * rank.layer_bytes(fp8=False) + 2 * rank.head_bytes)
+    # every KV head is on one rank, so nothing is held twice; the norms' weights are left out
     assert weights / 2 == pytest.approx(68.98e9, rel=1e-3)
+    assert ranks * rank.cache_bytes(1, 1, "bf16") == 2 * 8 * 2 * 128
+    with pytest.raises(BenchmarkRefused, match="16 ranks cannot share kv_heads=8"):
+        LLAMA_2_70B.shared(16)
+
+
+def test_a_rank_of_eight() -> None:
+    rank = ONE_OF_EIGHT
+    assert (rank.q_heads, rank.kv_heads, rank.ffn, rank.vocabulary) == (8, 1, 3584, 4000)
     assert rank.cache_bytes(1, 1, "bf16") == 2 * 2 * 128
     assert (rank.cache_bytes(1, 1, "int4"), rank.cache_bytes(1, 1, "int4_g32")) == (
         2 * 68,
@@ -104,7 +114,7 @@ def test_every_way_is_timed_and_scaled_to_all_layers() -> None:
 
 
 def test_a_wrong_attention_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_70b, "attend", lambda q, cache, impl: 1.1 * decode.attend(q, cache, impl))
+    monkeypatch.setattr("benchmarks.rank.attend", lambda q, cache, impl: 1.1 * decode.attend(q, cache, impl))
     measured = quick().run([job()])
     assert [bool(r.refused) for r in measured] == [False, False, True, True]  # and no logits of a wrong step
     assert all("max abs error" in r.refused and r.seconds is None for r in measured[2:])
@@ -117,9 +127,9 @@ def test_logits_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_fit_is_marked_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = decode_70b.StepJob(Model(Rank(), GPU, 4), 256, 16384)
+    one = decode_70b.StepJob(Model(ONE_OF_EIGHT, GPU, 4), 256, 16384)._case
     where = Session(Options(), GPU)
-    bf16, int4 = (one._blank(where, decode_70b.Entry("it", f, decode_70b.attend)) for f in ("bf16", "int4"))
+    bf16, int4 = (one.blank(where, Entry("it", f, lambda q, cache: q)) for f in ("bf16", "int4"))
     assert "does not fit: 80 layers take 182." in bf16.refused
     assert "of 141.0" in bf16.refused
     assert not int4.refused
@@ -127,17 +137,20 @@ def test_what_does_not_fit_is_marked_and_not_tried(monkeypatch: pytest.MonkeyPat
     row = decode_70b.table([bf16, timed])[1][0]
     assert row[4:6] == ("does not fit", "10.00")
     assert decode_70b.says([bf16, replace(timed, formats="int4_g32")])[0].startswith("1 of 1 cases do not fit")
-    beyond = one._why(decode_70b.Entry("it", "int4", decode_70b.attend), torch.OutOfMemoryError("x"))
-    assert beyond.endswith("does not fit: out of memory")
+    assert one.refused(int4, torch.OutOfMemoryError("x")).refused.endswith("does not fit: out of memory")
 
 
-def test_jobs_by_device_and_the_filter() -> None:
-    assert len(decode_70b.jobs(quick())) == 2
+def test_jobs_by_device_and_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    *found, two_ranks = decode_70b.jobs(quick())
+    assert (len(found), two_ranks.name) == (2, "on 2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     full = decode_70b.jobs(Session(Options(), GPU))
+    assert [job.name for job in full[-2:]] == ["on 2", "on 4"]
+    full = [job for job in full if isinstance(job, decode_70b.StepJob)]
     assert {(j.batch, j.context) for j in full} >= {(1, 2048), (256, 16384)}
     assert len({id(j.model) for j in full}) == 1
     assert full[0].model.fp8
-    assert [e.implementation for e in decode_70b.entries("cuda")][:2] == ["torch sdpa cudnn", "torch sdpa flash"]
+    assert [e.implementation for e in entries("cuda")][:2] == ["torch sdpa cudnn", "torch sdpa flash"]
     assert quick(pattern="nothing").run([job()]) == []
     assert study("decode-70b").name == "decode-70b"
 
@@ -146,7 +159,7 @@ def test_jobs_by_device_and_the_filter() -> None:
 
 
 def test_the_largest_batch_fits_and_eight_more_do_not() -> None:
-    rank, memory = Rank(), 141 * 10**9
+    rank, memory = ONE_OF_EIGHT, 141 * 10**9
     for formats in capacity.FORMATS:
         batch = capacity.largest(rank, 8192, formats, True, memory)
         assert batch % 8 == 0
@@ -177,7 +190,7 @@ def test_capacity_is_derived_from_recorded_steps_and_says_so() -> None:
 
     recorded = [step(b, f, 0.006 + b * t) for f, t in (("bf16", 8e-5), ("int4", 2e-5)) for b in (64, 128, 256)]
     plain, packed = capacity.derived([*recorded, replace(recorded[0], implementation="slower", seconds=1.0)])
-    assert plain.shape["B"] == plain.shape["fits"] == capacity.largest(Rank(), 8192, "bf16", True, capacity.MEMORY) > 256
+    assert plain.shape["B"] == plain.shape["fits"] == capacity.largest(ONE_OF_EIGHT, 8192, "bf16", True, capacity.MEMORY) > 256
     assert plain.seconds == pytest.approx(0.006 + plain.shape["B"] * 8e-5)
     assert (packed.shape["B"], packed.shape["fits"] > 512) == (512, True)
     assert packed.method == "derived: a line through recorded steps of batch 128, 256"
