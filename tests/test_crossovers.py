@@ -192,7 +192,7 @@ def test_explain_agrees_with_every_measured_size() -> None:
                         assert f"measured on {gpu} with {name}" in facts["16 bits"]
                         checked += 1
     assert checked > 300
-    assert crossovers.FILE.stat().st_size < 10_000
+    assert crossovers.FILE.stat().st_size < 12_000
 
 
 def test_explain_says_what_of_a_problem_was_not_measured() -> None:
