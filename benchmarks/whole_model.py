@@ -3,7 +3,7 @@
 Each rank is a process with a GPU of its own, weights and caches of all layers, and a part of the output head, whose logits stay
 there. Behind o and down the ranks' partial results are summed inside of the graph: by the launch of `add_norm` where that has room
 for the batch, else by NCCL; a record says by which. The INT4 cache in groups of 32 is measured with NCCL, too. A sample is the time
-of the slowest rank, by events on each GPU: ahead of it a sum over the ranks and a pause let all start together. Ways are measured
+of the slowest rank, by events on each GPU: ahead of it a pause and a sum over the ranks let all start together. Ways are measured
 one after the other, as their caches seldom fit together. On a CPU two ranks share a small model, and gloo sums.
 """
 
@@ -44,8 +44,8 @@ RANKS = (2, 4, 8)
 SMALL = Rank(hidden=256, q_heads=8, kv_heads=2, dim=64, ffn=512, layers=4, vocabulary=512)
 #: The share of memory that weights and caches may take: ranks wait for one that runs out of it.
 SHARE = 0.95
-#: Samples ahead of those that count.
-SETTLE = 3
+#: Samples ahead of those that count; cycles in which the host launches a graph of a thousand kernels.
+SETTLE, PAUSE = 3, 4_000_000
 BY_NCCL, BACKENDS = "halfbyte auto, NCCL", {"nccl": "NCCL", "gloo": "gloo"}
 
 
@@ -197,6 +197,8 @@ class WholeStep:
 
         def before() -> None:
             rotation.restore_short()
+            if device.type == "cuda":
+                torch.cuda._sleep(PAUSE)
             dist.all_reduce(start)  # ranks that are ahead wait here, and not in what is timed
 
         made = make_sampler(self.case.name, Work([step.whole], before), session.device, session.effort)
