@@ -1,5 +1,7 @@
 """What linear layers are held against in the same run: cuBLAS in bf16, tinygemm, the published split-K kernel, dequantize first.
 
+Humming (0.1.19) joins where `humming-kernels` is installed: at its first call it compiles a kernel for each size.
+
 A peer's result is right when its relative L2 error against float64 on its own dequantized weights is at most 1 %: fp16 atomics and
 rounded scales are part of a peer's accuracy, and no reason to leave it out.
 """
@@ -9,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +26,12 @@ from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
 
 CUBLAS, TINYGEMM, EXPANDED = "cuBLAS", "tinygemm", "dequantize, then cuBLAS"
+#: What Humming reads of our formats, by the names of its schemas.
+HUMMING: dict[str, dict[str, Any]] = {
+    INT4: {"dtype": "int4"},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "nvfp4"},
+    "mxfp4": {"quant_method": "mxfp4"},
+}
 #: Most relative L2 error of a peer.
 BASELINE_ERROR = 0.01
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -55,11 +66,14 @@ def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def low_bit(weight: QuantTensor, copies: Callable[[int], int]) -> list[LinearBaseline]:
-    """The 4-bit baselines that run here, on the numbers of a weight in symmetric int4 with groups of 128."""
-    assert weight.format.name == INT4
-    found = [tinygemm(weight, copies)]
-    if weight.device.type == "cuda" or interpreted():
-        found.append(published_split_k(weight, copies))
+    """The 4-bit baselines that run here, on the numbers of a weight."""
+    on_gpu, found = weight.device.type == "cuda", []
+    if weight.format.name == INT4:
+        found.append(tinygemm(weight, copies))
+        if on_gpu or interpreted():
+            found.append(published_split_k(weight, copies))
+    if weight.format.name in HUMMING and on_gpu and find_spec("humming"):
+        found.append(humming(weight, copies))
     return found
 
 
@@ -93,6 +107,39 @@ def published_split_k(weight: QuantTensor, copies: Callable[[int], int]) -> Line
     rotation = [stored, *(stored.clone() for _ in range(copies(stored.nbytes) - 1))]
     calls = [partial(published, weight=one) for one in rotation]
     return LinearBaseline(PUBLISHED, "int4", stored.nbytes, calls, weight.dequantize(), torch.Tensor.half)
+
+
+def int4_values(weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales [N, G] of a weight in symmetric int4 in bf16, and what its codes mean with these: (q - 8) s, [N, K]."""
+    assert weight.scales is not None
+    scales, group = weight.scales.bfloat16(), weight.format.group_size(weight.shape[1])
+    return scales, (unpack_codes(weight.codes, 4).float() - 8) * scales.float().repeat_interleave(group, 1)
+
+
+def humming(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline:
+    """Humming's layer over our codes, which are laid out as GPTQ's, modelopt's and MXFP4's are."""
+    assert weight.scales is not None
+    config, name, (n, k) = dict(HUMMING[weight.format.name]), weight.format.name, weight.shape
+    if name == INT4:
+        scales, values = int4_values(weight)
+        config["group_size"] = weight.format.group_size(k)
+        parts = {"weight": weight.codes.view(torch.int32), "weight_scale": scales}
+    elif weight.tensor_scale is None:
+        parts, values = {"weight": weight.codes, "weight_scale": weight.scales}, weight.dequantize()
+    else:
+        scales, values = weight.scales.view(torch.float8_e4m3fn), weight.dequantize()
+        parts = {"weight": weight.codes, "weight_scale": scales, "weight_scale_2": weight.tensor_scale}
+    make = import_module("humming.layer").HummingLayer
+
+    def layer() -> Call:
+        made = make(shape_n=n, shape_k=k, weight_config=dict(config), torch_dtype=torch.bfloat16).to(weight.device)
+        made.load_from_tensors(parts)
+        made.transform()
+        return made  # type: ignore[no-any-return]
+
+    nbytes = sum(part.nbytes for part in parts.values())
+    code, layers = name.partition("_")[0], [layer() for _ in range(copies(nbytes))]
+    return LinearBaseline("humming" if name == INT4 else f"humming {code}", code, nbytes, layers, values)
 
 
 def expanded(rotation: Sequence[QuantTensor]) -> LinearBaseline:

@@ -118,7 +118,7 @@ class LayerJob:
             rotation = copies_of(weight, copies(weight.nbytes))
             if layer.prefill:
                 yield Entry.of(linear_baselines.expanded(rotation), x)
-            elif name == INT4:
+            else:
                 yield from (Entry.of(peer, x) for peer in linear_baselines.low_bit(weight, copies))
             judge = promise(x, weight.dequantize)
             for impl in dict.fromkeys(impl for pairs in wanted.values() for f, impl in pairs if f == name):
@@ -153,9 +153,10 @@ def _takes_part(entry: Entry, wanted: Sequence[tuple[str, str]]) -> bool:
     """Whether a candidate is measured where these are wanted: ours if it is one of them, a peer if it stands beside one."""
     if entry.ours:
         return (entry.formats, entry.implementation.removeprefix("halfbyte ")) in wanted
+    formats = [f for f, _ in wanted]
     if entry.implementation == EXPANDED:
-        return entry.formats in [f for f, _ in wanted]
-    return entry.formats == "bf16" or INT4 in [f for f, _ in wanted]
+        return entry.formats in formats
+    return entry.formats in ("bf16", *(f.replace(INT4, "int4") for f in formats))
 
 
 def _linear(x: torch.Tensor, weight: QuantTensor, impl: str) -> torch.Tensor:

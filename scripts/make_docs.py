@@ -54,6 +54,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "by batch": performance.by_batch,
         "crossovers": crossovers.linear,
         "linear": tables.linear,
+        "humming": tables.beside_humming,
         "linear bars": tables.linear_verdicts,
         "quoted": tables.quoted_figures,
     },

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import linear_targets, literature, qkv_cases, studies, targets
+from benchmarks import linear_baselines, linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.report_sections import of_study
 from benchmarks.studies import QUESTIONS
 from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
@@ -179,11 +179,19 @@ def _records(path: Path, changed: int) -> tuple[Record, ...]:
 
 LINEAR_CHART = "docs/performance/linear.svg"
 OURS = "halfbyte auto"
+#: Codes of weights that Humming reads.
+HUMMING = tuple(map(literature.code_of, linear_baselines.HUMMING))
+
+
+def linear_records() -> list[Record]:
+    """The last record of each case of linear layers, on the machine with most of them."""
+    measured = [r for r in every_gpu_record() if r.case and r.op == "linear"]
+    return linear_targets.latest(max(by_machine(measured).values(), key=len, default=[]))
 
 
 def linear() -> str:
     """Each layer and batch size M: our times by format, and those of the baselines."""
-    measured = [r for r in linear_targets.latest(every_gpu_record()) if r.seconds]
+    measured = [r for r in linear_records() if r.seconds]
     cases = [
         case
         for case in dict.fromkeys(r.case for r in measured)
@@ -219,6 +227,31 @@ def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     return [case_name(case), *cells, *(peers.get(name, "") for name in names), best]
 
 
+def beside_humming() -> str:
+    """Our times and Humming's by the code of the weights, where both come from one run; cuBLAS's too."""
+    timed = [r for r in every_gpu_record() if r.case and r.op == "linear" and r.seconds]
+    told = []
+    for measured in by_machine(timed).values():
+        runs = {r.case: r.environment for r in measured if r.implementation.startswith("humming")}
+        found = linear_targets.latest([r for r in measured if r.environment == runs.get(r.case)])
+        if found:
+            rows = [_beside_humming(case, [r for r in found if r.case == case]) for case in dict.fromkeys(r.case for r in found)]
+            told.append(f"{where_text(found)}\n\n{markdown(('case', *HUMMING, 'cuBLAS bf16'), rows)}")
+    return "\n\n".join(told) or NOTHING
+
+
+def _beside_humming(case: str, found: Sequence[Record]) -> list[str]:
+    """ "10.5 us, 11.2 us: 1.07x" for each code: ours, Humming's, how many times faster ours is."""
+    theirs = {r.formats: r for r in found if r.implementation.startswith("humming")}
+    ours = {literature.code_of(r.formats): r for r in found if r.implementation == OURS}
+    cells = []
+    for code in HUMMING:
+        a, b = ours.get(code), theirs.get(code)
+        cells.append(f"{tables.us(a.seconds)}, {tables.us(b.seconds)}: {tables.times_text(b.seconds, a.seconds)}x" if a and b else "")
+    plain = next((tables.us(r.seconds) for r in found if r.implementation == "cuBLAS"), "")
+    return [case_name(case), *cells, plain]
+
+
 def quoted_figures() -> str:
     """The literature values that ours are compared with."""
     rows = [
@@ -232,7 +265,7 @@ def quoted_figures() -> str:
 
 def linear_verdicts() -> str:
     """How many bars of linear layers were met, and each that was missed."""
-    measured = linear_targets.latest(every_gpu_record())
+    measured = linear_records()
     if not measured:
         return NOTHING
     missed = [(r, v) for r in measured for v in r.bars if not v.met]
@@ -329,7 +362,7 @@ def write_charts() -> None:
         reached, asked = ({case_name(case): share for case, share in shares.items()} for shares in (reached, asked))
         svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
-    for svg in linear_targets.figures(every_gpu_record()):
+    for svg in linear_targets.figures(linear_records()):
         (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
     drawn, folder = study_charts(), ROOT / STUDIES
     for name, svg in drawn.items():

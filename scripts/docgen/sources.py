@@ -9,7 +9,6 @@ from typing import Any
 
 import make_tables as tables
 
-from benchmarks.linear_targets import latest as latest_linear
 from benchmarks.studies import QUESTIONS, int4_gqa, int8_granularity
 from benchmarks.studies.accuracy import QUALITY
 from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
@@ -63,7 +62,7 @@ def attention() -> list[Record]:
 
 def linear() -> list[Record]:
     """The last record of each of halfbyte's linear layers that was timed on a GPU."""
-    return [r for r in latest_linear(tables.every_gpu_record()) if r.seconds and r.implementation == OURS]
+    return [r for r in tables.linear_records() if r.seconds and r.implementation == OURS]
 
 
 def model() -> list[Record]:

@@ -307,7 +307,8 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("name", ["humming", "humming nvfp4", "humming mxfp4", "Marlin, of GPTQModel"])
 def test_peers_that_need_a_gpu_are_given_the_weight_in_their_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(HummingLayer=Layer, MarlinLinear=Layer)
-    monkeypatch.setattr("benchmarks.baselines.linear.import_module", lambda _: module)
+    for adapters in ("baselines.linear", "linear_baselines"):
+        monkeypatch.setattr(f"benchmarks.{adapters}.import_module", lambda _: module)
     (peer,) = (p for p in run_baselines.every() if p.name == name)
     x, w = torch.randn(3, 256).bfloat16(), torch.randn(16, 256)
     assert peer.prepare is not None
