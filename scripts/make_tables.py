@@ -244,10 +244,8 @@ def _beside_humming(case: str, found: Sequence[Record]) -> list[str]:
     """ "10.5 us, 11.2 us: 1.07x" for each code: ours, Humming's, how many times faster ours is."""
     theirs = {r.formats: r for r in found if r.implementation.startswith("humming")}
     ours = {literature.code_of(r.formats): r for r in found if r.implementation == OURS}
-    cells = []
-    for code in HUMMING:
-        a, b = ours.get(code), theirs.get(code)
-        cells.append(f"{tables.us(a.seconds)}, {tables.us(b.seconds)}: {tables.times_text(b.seconds, a.seconds)}x" if a and b else "")
+    pairs = [(ours[code].seconds, theirs[code].seconds) if code in ours and code in theirs else None for code in HUMMING]
+    cells = ["" if pair is None else f"{', '.join(map(tables.us, pair))}: {tables.times_text(*pair[::-1])}x" for pair in pairs]
     plain = next((tables.us(r.seconds) for r in found if r.implementation == "cuBLAS"), "")
     return [case_name(case), *cells, plain]
 

@@ -504,6 +504,23 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / tables.CHART).exists()
 
 
+def test_humming_stands_beside_ours_of_the_same_run_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = make_tables()
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    made = some_records()
+    case, shape = made[2].case, made[2].shape
+    other = dataclasses.replace(WHERE, device="another GPU", date="2026-11-27")
+    theirs = rec(case, shape, "int4", "humming", 22e-6)
+    run = [dataclasses.replace(r, environment=other) for r in (made[0], dataclasses.replace(made[2], seconds=20e-6), theirs)]
+    records.append(tmp_path / "results" / "gpu.jsonl", made)
+    assert tables.beside_humming() == tables.NOTHING
+    records.append(tmp_path / "results" / "gpu.jsonl", run)
+    assert "| 8192 x 8192, M = 1 | 20.0, 22.0: 1.10x |  |  | 34.5 |" in tables.beside_humming()
+    assert "another GPU" not in tables.linear()
+    records.append(tmp_path / "results" / "gpu.jsonl", [dataclasses.replace(made[2], environment=WHERE, seconds=5e-6)])
+    assert "5.0" not in tables.beside_humming()
+
+
 def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = make_tables()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
