@@ -10,6 +10,8 @@ import torch
 import halfbyte as hb
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops import _linear_on_gpu
+from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.dequantize import dequantize_rows
 from halfbyte.tensors import QuantTensor
 
@@ -88,6 +90,23 @@ def test_a_slab_of_rows_and_none_at_all() -> None:
     w = weight("nf4_dq", 40, 128)
     assert torch.equal(bits(written([w], 17, 11, torch.bfloat16)), bits(hb.dequantize(w, torch.bfloat16)[17:28]))
     assert written([w], 40, 0, torch.bfloat16).shape == (0, 128)
+
+
+@pytest.mark.parametrize("rows", [4, 24, 33, 200])
+def test_gemms_over_slabs_of_weights_below_each_other(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab may hold parts of several weights; each product gets the bits of its own weight, with a bias or without."""
+    monkeypatch.setattr(_linear_on_gpu, "slab_rows", lambda width: rows)
+    weights, x = (
+        [weight(name, n, 64, n) for name, n in (("nf4", 24), ("int8_col", 9), ("int4_g32", 33))],
+        torch.randn(3, 64).bfloat16(),
+    )
+    outs = [torch.full((3, w.shape[0]), torch.nan).bfloat16() for w in weights]
+    biases = [None, torch.randn(9), None]
+    _linear_on_gpu._by_slabs(LinearCall(x, weights, biases), outs)
+    for w, bias, out in zip(weights, biases, outs, strict=True):
+        exact = hb.dequantize(w, x.dtype).double()
+        ref, most = (a.double() @ b.T + (0 if bias is None else bias.bfloat16()) for a, b in ((x, exact), (x.abs(), exact.abs())))
+        assert bool(((out.double() - ref).abs() <= 2**-8 * ref.abs() + 2**-16 * most).all())
 
 
 def test_the_registered_op() -> None:

@@ -23,6 +23,7 @@ import triton.language as tl
 from halfbyte.formats import Format
 from halfbyte.kernels.common.encode import as_dtype
 from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
+from halfbyte.plans.linear_portable import slab_shares
 from halfbyte.plans.weight_codec import weight_codec
 from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor
@@ -170,7 +171,7 @@ def launch(weights: Sequence[QuantTensor], out: torch.Tensor, first: int) -> Non
     the other. Their formats may differ. Parts are contiguous and nothing is empty.
     """
     width = out.shape[1]
-    shares = _shares([w.shape[0] for w in weights], first, out.shape[0])
+    shares = slab_shares([w.shape[0] for w in weights], first, out.shape[0])
     absent = MOST - len(weights)
     starts, counts = ([*(share[i] for share in shares), *[0] * absent] for i in (0, 1))
     sizes, columns, tile_rows = _tiles([w.format for w in weights], width)
@@ -216,13 +217,3 @@ def _tiles(formats: Sequence[Format], width: int) -> tuple[list[int], int, int]:
 def _size(fmt: Format, width: int) -> int:
     """Columns that a program reads under one scale: those of a group, or a piece of a row that has no groups."""
     return fmt.group_size(width) if fmt.granularity == "group" else _PIECE
-
-
-def _shares(rows: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
-    """(first row, rows) that each weight adds to rows first ... first + count of all of them, one below the other."""
-    shares, above = [], 0
-    for n in rows:
-        start = min(max(first - above, 0), n)
-        shares.append((start, min(max(first + count - above, 0), n) - start))
-        above += n
-    return shares

@@ -14,7 +14,7 @@ from halfbyte.errors import Unsupported
 from halfbyte.ops._linear_call import KINDS, LinearCall
 from halfbyte.ops.launch_cache import Signature, layout, store, with_compiled
 from halfbyte.ops.workspace import at_hand, counters, floats, shared
-from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
+from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows, slab_shares
 from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.settings import pair_launches
@@ -196,23 +196,33 @@ def _replay(
 
 
 def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
-    """For large M: dequantize a slab of a weight at a time and multiply it by cuBLAS."""
+    """For large M: dequantize a slab of the weights, one below the other, at a time, and multiply it by cuBLAS."""
     from halfbyte.kernels.dequantize import launch
 
-    x, width = call.x, call.x.shape[1]
-    step = slab_rows(width)
-    for weight, bias, out in zip(call.weights, call.biases, outs, strict=True):
-        w = QuantTensor(weight.format, weight.shape, **{name: part.contiguous() for name, part in weight.parts().items()})
-        y = out.view(x.shape[0], w.shape[0])
-        buffer = x.new_empty(min(step, w.shape[0]), width)
-        for first in range(0, w.shape[0], step):
-            slab = buffer[: w.shape[0] - first]
-            launch([w], slab, first)
-            here = y[:, first : first + slab.shape[0]]
+    x, weights = call.x, [_contiguous(w) for w in call.weights]
+    features, width = [w.shape[0] for w in weights], x.shape[1]
+    total = sum(features)
+    buffer = x.new_empty(min(slab_rows(width), total), width)
+    for first in range(0, total, buffer.shape[0]):
+        slab = buffer[: total - first]
+        launch(weights, slab, first)
+        parts = slab_shares(features, first, slab.shape[0])
+        pieces = slab.split([rows for _, rows in parts])
+        for w, (start, rows), bias, out, n in zip(pieces, parts, call.biases, outs, features, strict=True):
+            here = out.view(x.shape[0], n)[:, start : start + rows]
+            if not rows:
+                continue
             if bias is None:
-                torch.mm(x, slab.mT, out=here)
+                torch.mm(x, w.mT, out=here)
             else:
-                torch.addmm(bias[first : first + slab.shape[0]].to(x.dtype), x, slab.mT, out=here)
+                torch.addmm(bias[start : start + rows].to(x.dtype), x, w.mT, out=here)
+
+
+def _contiguous(w: QuantTensor) -> QuantTensor:
+    parts = w.parts()
+    if all(part.is_contiguous() for part in parts.values()):
+        return w
+    return QuantTensor(w.format, w.shape, **{name: part.contiguous() for name, part in parts.items()})
 
 
 def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool) -> None:

@@ -98,6 +98,16 @@ def slab_rows(width: int) -> int:
     return max(256, _SLAB_BYTES // (2 * width) // 256 * 256)
 
 
+def slab_shares(features: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
+    """(first row, rows) that each weight adds to rows first ... first + count of all of them, one below the other."""
+    shares, above = [], 0
+    for n in features:
+        start = min(max(first - above, 0), n)
+        shares.append((start, min(max(first + count - above, 0), n) - start))
+        above += n
+    return shares
+
+
 def folds_exactly(fmt: Format) -> bool:
     """Whether codes of this format times their stored scale are exact in 16 bits: E8M0 is a power of two, E4M3 has four bits."""
     return fmt.scale is not None and fmt.scale.dtype in ("e8m0", "e4m3")
@@ -127,12 +137,13 @@ def _large_m(p: LinearProblem, gpu: GPU) -> LinearTiles:
 
 def describe_slabs(p: LinearProblem) -> dict[str, str]:
     """A GEMM by dequantized slabs of the weights in words, as `halfbyte explain` prints it."""
-    step = slab_rows(p.width)
-    slabs = p.tiles(step)
-    buffer = 2 * min(step, max(p.features)) * p.width
+    step, total = slab_rows(p.width), sum(p.features)
+    slabs = range(0, total, step)
+    products = sum(rows > 0 for first in slabs for _, rows in slab_shares(p.features, first, step))
+    launches, buffer = len(slabs) + products, 2 * min(step, total) * p.width
     return {
         "kernel": "cuBLAS, over parts of the weights that another kernel dequantizes",
-        "parts": f"{slabs} of at most {step} output channels, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
+        "parts": f"{len(slabs)} of at most {step} output channels, {launches} launches; {buffer / 1e6:.1f} MB of buffer",
         "schedule": f"M = {p.rows}: compute-bound, so dequantizing first is faster",
         "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
     }
