@@ -1,11 +1,11 @@
 """Decode steps of a whole model, in 16 bits and quantized: how long one takes, what it must read, and where its time goes.
 
-A call that ends with the first token is timed by itself and subtracted, so a step is what every further token costs. Both calls
-have caches of the same capacity, and the long one runs first, so the timed calls compile and record nothing. A trace of a long
-call less one of a short call leaves what a step runs: kernels on a GPU (CUPTI), each without its overlap with those before, ops
-on a CPU. What no kernel accounts for is waiting. On a CPU, which other programs share, all sides are timed in turn; a GPU holds
-one side at a time. There the graph of a forward is replayed alone, too: what `generate()` takes beyond that is the choice of a
-token, and the host.
+Calls that end with the first token are timed by themselves and the shortest subtracted, so a step is what every further token
+costs, and prompts that vary make none look faster. Both calls have caches of the same capacity, and the long one runs first, so the
+timed calls compile and record nothing. A trace of a long call less one of a short call leaves what a step runs: kernels on a GPU
+(CUPTI), each without its overlap with those before, ops on a CPU. What no kernel accounts for is waiting. On a CPU, which other
+programs share, all sides are timed in turn; a GPU holds one side at a time. There the graph of a forward is replayed alone, too:
+what `generate()` takes beyond that is the choice of a token, and the host.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the first token, and of a decode step by each call."""
+    """Seconds of the fastest first token, and of a decode step by each call."""
 
     first: float
     steps: tuple[float, ...]
@@ -298,7 +298,7 @@ def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1)
 
 
 def timed(model: Any, steps: Steps, way: Way) -> tuple[float, float]:
-    """Seconds of a call that ends with the first token, and of a decode step: a long call less that one."""
+    """Seconds of the shortest call that ends with the first token, and of a decode step: a long call less that one."""
     (found,) = timed_in_turn([(model, way)], steps)
     return found.first, found.step
 
@@ -318,7 +318,7 @@ def timed_in_turn(sides: Sequence[tuple[Any, Way]], steps: Steps) -> list[Times]
     samples = [[(seconds(once), seconds(whole)) for once, whole in calls] for _ in range(_REPEATS)]
     found = []
     for mine in zip(*samples, strict=True):
-        first = statistics.median(once for once, _ in mine)
+        first = min(once for once, _ in mine)
         found.append(Times(first, tuple(max(whole - first, 1e-9) / (steps.new - 1) for _, whole in mine)))
     return found
 
