@@ -154,7 +154,8 @@ def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, 
             continue
         read = ours.nbytes / (1e9 * (ours.roof_gb_per_s or 1.0))
         beside = [r for r in latest(measured) if r.case == ours.case and r.seconds]
-        times = {r.implementation: r.seconds for r in beside if not r.implementation.startswith("halfbyte")}
+        same = [r for r in beside if r.formats in ("bf16", literature.code_of(INT4)) and not _is_ours(r)]
+        times = {r.implementation: r.seconds for r in same}
         if other := literature.fastest(*size, rows, INT4):
             times[QUOTED] = other.seconds
         lines = drawn.setdefault(f"{size[0]} x {size[1]}", {})
