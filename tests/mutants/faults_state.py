@@ -16,7 +16,6 @@ LINEAR_CALL, LINEAR_ON_GPU = "ops/_linear_call.py", "ops/_linear_on_gpu.py"
 LAUNCH_CACHE = "ops/launch_cache.py"
 DECODE_ON_GPU = "ops/_decode_on_gpu.py"
 KV_BUFFER = "kv_buffer.py"
-APPEND_OP = "ops/append.py"
 
 caches = tests_of("test_cache.py")
 attention = tests_of("test_attention_reference.py")
@@ -26,6 +25,7 @@ ops = tests_of("test_ops.py")
 drafts = tests_of("hf/test_hf_drafts.py")
 launches = tests_of("test_launch_cache.py")
 varlen = tests_of("test_attention_varlen.py")
+slabs = tests_of("interpreted/test_triton_dequantize.py")
 
 STATE = [
     # -- caches
@@ -369,5 +369,28 @@ STATE = [
         "_launch",
         Rewrite("_s.covers(_t)", "True"),
         launches("test_what_was_converted_or_needs_other_launches_is_not_stored[append: counts of 64 bits]"),
+    ),
+    # -- parts of several weights in one buffer
+    Mutant(
+        "every slab begins with the first weight",
+        LINEAR_ON_GPU,
+        "_by_slabs",
+        Rewrite("slab_shares(_f, _a, _n)", "slab_shares(_f, 0, _n)"),
+        slabs("test_gemms_over_slabs_of_weights_below_each_other[24]"),
+    ),
+    Mutant(
+        "a slab's part of a weight lands in its first columns",
+        LINEAR_ON_GPU,
+        "_by_slabs",
+        Rewrite("_o.view(_m, _n)[:, _s:_s + _r]", "_o.view(_m, _n)[:, :_r]"),
+        slabs("test_gemms_over_slabs_of_weights_below_each_other[24]"),
+    ),
+    # -- which is faster
+    Mutant(
+        "the slowest first token subtracted",
+        "hf/model_step.py",
+        "timed_in_turn",
+        Rewrite("min(_x for _x, _y in _m)", "max(_x for _x, _y in _m)"),
+        tests_of("hf/test_hf_model_step.py")("test_a_step_is_what_a_long_call_takes_beyond_a_short_one"),
     ),
 ]
