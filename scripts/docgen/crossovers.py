@@ -80,8 +80,9 @@ def attention() -> str:
             times = sorted(times for _, times in named)
             there = "" if not times[0] else f"{times[0]:.2f}x" if times[0] == times[-1] else f"{times[0]:.2f}-{times[-1]:.2f}x"
             rows.append((gpu, shape, ", ".join(name for name, _ in named), slower, start_label, there))
-    heads = ("GPU", "heads", "KV cache", "slower at", "faster from", "there")
-    return f"{_AGAINST} Sizes are batch x tokens, heads are query / KV x head dim.\n\n{tables.markdown(heads, rows)}"
+    heads = ("GPU", "heads", "KV cache", "slower at", "faster from", "speed-up there")
+    table = tables.markdown(heads, rows).replace(" tokens", "")
+    return f"{_AGAINST} Sizes are batch x tokens, heads are query / KV x head dim.\n\n{table}"
 
 
 def linear() -> str:

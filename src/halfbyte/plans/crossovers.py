@@ -14,27 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from halfbyte.cache_options import token_bytes
 from halfbyte.formats import Format, key_format, value_format, weight_format
 
 #: {GPU: {"attention" or "linear": {formats: {shape: {size: times as fast}}}}}. Formats: "int8", or "int8+int4" of keys and values.
 #: Shapes: "32/8 x 128" (query heads / KV heads x head dim), "4096 x 8192" (N x K). Sizes: "128 x 2048" (batch x tokens), "64" (M).
 Crossovers = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]]
 ATTENTION, LINEAR = "attention", "linear"
-#: How a range of sizes is reported: where packed data is faster, the least and the most favorable size, and what lies before.
-_WORDS = {
-    ATTENTION: ("from {} on", "smallest", "largest", "so small a size"),
-    LINEAR: ("up to {}", "largest", "smallest", "so large an M"),
-}
+#: Sizes that favor packed data, and the others.
+_FAVORED = {ATTENTION: ("larger", "smaller"), LINEAR: ("smaller", "larger")}
 #: How far a measured case may be from a problem: times the query rows of a KV head, or N and K; and parts of the bytes, of other
 #: formats with the same codes.
 FACTOR, BYTES = 2, 0.1
 
 
 class Size(NamedTuple):
-    """A measured size. `at` grows with what favors packed data: log(batch x tokens x KV heads), or -log(M)."""
+    """A measured size. `at` grows with what favors packed data: batch x tokens x KV heads, or -M."""
 
-    at: float
+    at: int
     label: str
     times: float
 
@@ -69,119 +65,99 @@ def numbers(text: str) -> tuple[int, ...]:
 def sizes_of(op: str, shape: str, measured: Mapping[str, float]) -> list[Size]:
     """The sizes of a case, the least favorable first: attention over few tokens, a GEMM with large M."""
     if op == LINEAR:
-        return sorted(Size(-math.log(int(m)), f"M = {m}", times) for m, times in measured.items())
+        return sorted(Size(-int(m), _label(int(m)), times) for m, times in measured.items())
     kv_heads, found = numbers(shape)[1], {numbers(size): times for size, times in measured.items()}
-    return sorted(Size(math.log(b * t * kv_heads), f"{b} x {t:,} tokens", times) for (b, t), times in found.items())
+    return sorted(Size(b * t * kv_heads, _label(b, t), times) for (b, t), times in found.items())
+
+
+def _label(*size: int) -> str:
+    return "{} x {:,} tokens".format(*size) if len(size) == 2 else f"M = {size[0]}"
 
 
 def attention_fact(
-    heads: tuple[int, int],
-    dim: int,
-    batch: int,
-    tokens: int,
-    queries: int,
-    formats: tuple[Format, Format],
-    gpu: str,
-    table: Crossovers,
+    shape: tuple[int, int, int, int, int], queries: int, formats: tuple[Format, Format], without: str, gpu: str, table: Crossovers
 ) -> str:
-    """Whether attention over a full packed cache is faster than over 16 bits. `heads`: query, KV; `formats`: keys, values."""
-    (q_heads, kv_heads), (keys, values) = heads, formats
-    rows, nbytes = q_heads // kv_heads * queries, _token(formats, dim)
-    wanted = str(keys) if str(keys) == str(values) else f"{keys}+{values}"
+    """Whether attention over a full packed cache is faster than over 16 bits.
 
-    def distance(name: str, shape: str) -> tuple[float, ...] | None:
-        q, kv, d = numbers(shape)
-        first, _, second = name.partition("+")
-        theirs = (key_format(first), value_format(second or first))
-        factor = q / kv / rows
-        if d != dim or not _within(factor) or [f.code for f in theirs] != [f.code for f in formats]:
-            return None
-        # Of two as far, the one with more query rows: it favors packed data less.
-        return _near(name == wanted, abs(math.log(factor)), factor < 1, abs(_token(theirs, dim) / nbytes - 1))
-
-    case = _nearest(table, ATTENTION, gpu, distance)
+    shape    batch, query heads, KV heads, head dim, tokens
+    formats  of keys and values
+    without  what of the problem no measured case has, in words
+    """
+    batch, q_heads, kv_heads, dim, tokens = shape
+    rows, each = q_heads // kv_heads * queries, batch * kv_heads
+    case = _nearest(ATTENTION, formats, lambda q, kv, d: (q / kv / rows,) if d == dim else (), gpu, table)
     if case is None:
-        return f"not measured with {wanted} or the same codes, a head dim of {dim} and about {rows} query rows a KV head"
-
-    def here(size: Size) -> str:
-        as_much = math.ceil(round(math.exp(size.at) / (batch * kv_heads), 3))
-        return "" if size.label == f"{batch} x {as_much:,} tokens" else f", as much work as {as_much:,} tokens here"
-
-    what = "{}, {}/{} heads of {}".format(case.formats, *numbers(case.shape))
-    return _said(ATTENTION, case, what, math.log(batch * tokens * kv_heads), gpu, here)
+        named = "+".join(dict.fromkeys(map(str, formats)))
+        return f"not measured with {named} or the same codes, a head dim of {dim} and about {rows} query rows a KV head"
+    what = "{}, {}/{} heads of {}".format(case.formats, *numbers(case.shape)) + (without and f", without {without}")
+    return _said(ATTENTION, case, what, each * tokens, gpu, lambda at: _label(batch, -(-at // each)))
 
 
 def linear_fact(features: Sequence[int], width: int, formats: Sequence[Format], rows: int, gpu: str, table: Crossovers) -> str:
     """Whether a GEMM with packed weights of these out features and this width is faster than in 16 bits with M `rows`."""
-    wanted, n = formats[0], sum(features)
-    bits = wanted.bits_per_element((n, width))
-
-    def distance(name: str, shape: str) -> tuple[float, ...] | None:
-        (out, k), theirs = numbers(shape), weight_format(name)
-        if not (_within(out / n) and _within(k / width) and theirs.code == wanted.code):
-            return None
-        # Of two as far, the larger one does not count: it favors packed data more.
-        apart = abs(math.log(out / n)) + abs(math.log(k / width))
-        return _near(theirs == wanted, apart, out * k > n * width, abs(theirs.bits_per_element((out, k)) / bits - 1))
-
-    case = _nearest(table, LINEAR, gpu, distance) if len(set(formats)) == 1 else None
+    n, named = sum(features), list(dict.fromkeys(formats))
+    case = _nearest(LINEAR, named, lambda out, k: (out / n, k / width), gpu, table)
     if case is None:
-        names = ", ".join(dict.fromkeys(map(str, formats)))
-        return f"not measured with {names} or the same codes, N of about {n} and K of about {width}"
-    return _said(LINEAR, case, "{} [{}, {}]".format(case.formats, *numbers(case.shape)), -math.log(rows), gpu, lambda size: "")
+        return f"not measured with {', '.join(map(str, named))} or the same codes, N of about {n} and K of about {width}"
+    what = "{} [{}, {}]".format(case.formats, *numbers(case.shape))
+    return _said(LINEAR, case, what, -rows, gpu, lambda at: _label(-at))
 
 
-def _said(op: str, case: _Case, what: str, at: float, gpu: str, here: Callable[[Size], str]) -> str:
-    """The verdict at a size, from which size on packed data is faster, and what was measured nearest."""
-    sizes, (onward, least, most, outside) = case.sizes, _WORDS[op]
-    first = faster_from([s.times for s in sizes])
-    before, start = sizes[first - 1] if first else None, sizes[first] if first < len(sizes) else None
-    near = min(sizes, key=lambda s: (round(abs(s.at - at), 6), s.times))
-    parts, than = [], " than the fastest 16-bit kernel"
-    if start:
-        smallest = "" if before else f", the {least} measured"
-        parts.append(f"faster{than} {onward.format(start.label)}{smallest} ({start.times:.2f}x{here(start)})")
-    if before:
-        slower = "slower at" if start else f"slower{than} at the {most} measured,"
-        parts.append(f"{slower} {before.label} ({before.times:.2f}x)")
-    if near not in (start, before):
-        parts.append(f"{near.times:.2f}x at {near.label}, the nearest")
-    verdict = _verdict(sizes, first, at, f"not measured at {outside}") if case.gpu == gpu else "not measured on this GPU"
-    return f"{verdict}; measured on {case.gpu} with {what}: {', '.join(parts)}"
+def _nearest(
+    op: str, wanted: Sequence[Format], factors: Callable[..., tuple[float, ...]], gpu: str, table: Crossovers
+) -> _Case | None:
+    """The nearest case, on this GPU if there is one. `factors`: a shape's sizes over those of the problem; () for another dim."""
 
+    def distance(where: str, theirs: Sequence[Format], shape: tuple[int, ...]) -> tuple[float, ...] | None:
+        apart = factors(*shape)
+        if [f.code for f in theirs] != [f.code for f in wanted] or not all(1 / FACTOR <= f <= FACTOR for f in apart or (0,)):
+            return None
+        bits = [sum(f.bits_per_element((1, 1, 4096, shape[-1])) for f in formats) for formats in (theirs, wanted)]
+        other, by_bytes = list(theirs) != list(wanted), abs(bits[0] / bits[1] - 1)
+        # Of two as far, the less favorable one: more query rows, smaller weights.
+        favorable = math.prod(apart) if op == LINEAR else 1 / math.prod(apart)
+        by_shape = round(sum(abs(math.log(f)) for f in apart), 6)
+        return (where != gpu, other, by_shape, favorable, by_bytes) if by_bytes <= BYTES or not other else None
 
-def _verdict(sizes: Sequence[Size], first: int, at: float, outside: str) -> str:
-    """Which is faster at a size, where both measured sizes around it agree."""
-    before, beyond = [s for s in sizes if s.at <= at + 1e-9], [s for s in sizes if s.at >= at - 1e-9]
-    if not before:
-        return outside
-    if first < len(sizes) and at >= sizes[first].at - 1e-9:
-        return "packed is faster"
-    slower = all(s.times < 1 for s in (before[-1], *beyond[:1]))
-    return "packed is slower" if slower else "not measured between slower and faster"
-
-
-def _nearest(table: Crossovers, op: str, gpu: str, distance: Callable[[str, str], tuple[float, ...] | None]) -> _Case | None:
-    """The nearest case, on this GPU if there is one."""
     found = [
-        _Case((where != gpu, *far), where, formats, shape, sizes_of(op, shape, measured))
+        _Case(far, where, name, shape, sizes_of(op, shape, measured))
         for where, ops in table.items()
-        for formats, shapes in ops.get(op, {}).items()
+        for name, shapes in ops.get(op, {}).items()
         for shape, measured in shapes.items()
-        if (far := distance(formats, shape)) is not None
+        if (far := distance(where, _formats(op, name), numbers(shape))) is not None
     ]
     return min(found, key=lambda case: case.distance, default=None)
 
 
-def _near(same: bool, shape: float, favorable: bool, bytes_apart: float) -> tuple[float, ...] | None:
-    """A distance: formats, shape, bytes; None where other formats differ too much in bytes."""
-    return (not same, round(shape, 6), favorable, bytes_apart) if same or bytes_apart <= BYTES else None
+def _formats(op: str, name: str) -> list[Format]:
+    keys, _, values = name.partition("+")
+    return [weight_format(name)] if op == LINEAR else [key_format(keys), value_format(values or keys)]
 
 
-def _within(factor: float) -> bool:
-    return 1 / FACTOR <= factor <= FACTOR
+def _said(op: str, case: _Case, what: str, at: int, gpu: str, here: Callable[[int], str]) -> str:
+    """The verdict at a size, from which size on packed data is faster, the nearest size. `here`: the problem of as much work."""
+    sizes, (onward, back) = case.sizes, _FAVORED[op]
+    first = faster_from([s.times for s in sizes])
+    before, start = sizes[:first][-1:], sizes[first:][:1]
+    parts, than = [], " than the fastest 16-bit kernel"
+    for s in start:
+        alike = "" if here(s.at) == s.label else f", as much work as {here(s.at)} here"
+        parts.append(f"faster{than} at {s.label} and {onward} ({s.times:.2f}x{alike})")
+    for s in before:
+        parts.append(f"slower{'' if start else than} at {s.label} ({s.times:.2f}x)")
+    if not (start and before):
+        parts.append(f"nothing {back if start else onward} measured")
+    near = min(sizes, key=lambda s: (abs(math.log(s.at / at)), s.times))
+    if near not in start + before:
+        parts.append(f"{near.times:.2f}x at {near.label}, the nearest")
+    verdict = _verdict(sizes, at) if case.gpu == gpu else "not measured on this GPU"
+    return f"{verdict}; measured on {case.gpu} with {what}: {', '.join(parts)}"
 
 
-def _token(formats: tuple[Format, Format], dim: int) -> float:
-    """Bytes of a token and KV head."""
-    return sum(token_bytes(fmt, 1, dim) for fmt in formats)
+def _verdict(sizes: Sequence[Size], at: int) -> str:
+    """Which is faster at a size, where the measured sizes around it agree; beyond all of them where packed data gains."""
+    below, above = [s.times for s in sizes if s.at <= at], [s.times for s in sizes if s.at >= at]
+    around = below[-1:] + above[:1]
+    if below and min(around) >= 1:
+        return "packed is faster"
+    return "packed is slower" if below and above and max(around) < 1 else "not measured at this size"

@@ -19,6 +19,8 @@ from halfbyte.plans.tuning_cache import NO_TABLE, Table, linear_plan
 from halfbyte.reference.hadamard import block_size
 from halfbyte.settings import check_half
 
+#: Beside 16 bits only tuned kernels and cuBLAS on slabs were measured.
+_PORTABLE = "not measured with the portable kernel"
 #: More facts about a plan of a tuned kernel: what `halfbyte.measure.precompile.resources` finds by compiling it.
 Resources = Callable[[Any, Any, tuple[int, int]], Mapping[str, str]]
 
@@ -80,10 +82,11 @@ def explanation(
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
     tuned = gluon_plan(p, gpu.num_sms, gpu.capability, True)
     if k.is_quantized or v.is_quantized:
-        unlike = {"pages": page, "sink and recent tokens": sum(window), "batch invariance": deterministic_batch}
-        unlike |= {"further new tokens": queries > 1, _PORTABLE: not isinstance(tuned, DecodePlan)}
-        measured = attention_fact((q_heads, kv_heads), dim, batch, capacity, queries, (k, v), gpu.name, shipped())
-        facts["16 bits"] = _measured(measured, [name for name, differs in unlike.items() if differs])
+        asked = {"pages": page, "sink and recent tokens": sum(window), "batch invariance": deterministic_batch}
+        without = ", ".join(name for name, there in {**asked, "further new tokens": queries > 1}.items() if there)
+        shape = (batch, q_heads, kv_heads, dim, capacity)
+        measured = attention_fact(shape, queries, (k, v), without, gpu.name, shipped())
+        facts["16 bits"] = measured if isinstance(tuned, DecodePlan) else _PORTABLE
     if isinstance(tuned, DecodePlan):
         return facts | tuned.describe() | dict(resources(p, tuned, gpu.capability))
     return facts | {"not gluon": tuned} | portable_plan(p, gpu.num_sms, gpu.capability).describe(p)
@@ -129,24 +132,14 @@ def linear_explanation(
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
     problem = LinearProblem(tuple(zip(formats, features, strict=True)), rows, width, dtype)
     tuned, source = linear_plan(problem, gpu, True, table)
-    portable = not isinstance(tuned, LinearPlan) and not expanded(problem)
-    facts["16 bits"] = _measured(linear_fact(features, width, formats, rows, gpu.name, shipped()), [_PORTABLE] * portable)
+    measured = linear_fact(features, width, formats, rows, gpu.name, shipped())
+    facts["16 bits"] = measured if isinstance(tuned, LinearPlan) or expanded(problem) else _PORTABLE
     if isinstance(tuned, LinearPlan):
         kernel, *rest = tuned.describe(rows).items()
         return facts | dict([kernel, ("plan", source), *rest, *resources(problem, tuned, gpu.capability).items()])
     if expanded(problem):
         return facts | {"not gluon": tuned} | describe_slabs(problem)
     return facts | {"not gluon": tuned} | linear_tiles(problem, gpu).describe(problem)
-
-
-_PORTABLE = "the portable kernel"
-
-
-def _measured(measured: str, unlike: Sequence[str]) -> str:
-    """What was measured, and which conditions of the problem it lacks; the portable kernel was not measured."""
-    if _PORTABLE in unlike:
-        return f"not measured with {_PORTABLE}"
-    return f"{measured}; measured without {', '.join(unlike)}" if unlike else measured
 
 
 def _described(gpu: GPU) -> dict[str, str]:
