@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.linear_targets import INT4, PUBLISHED
+from benchmarks.literature import code_of
 from halfbyte.measure.checks import Accuracy
 from halfbyte.ops.dequantize import dequantize_rows
 from halfbyte.packing import unpack_codes
@@ -138,7 +139,7 @@ def humming(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline
         return made  # type: ignore[no-any-return]
 
     nbytes = sum(part.nbytes for part in parts.values())
-    code, layers = name.partition("_")[0], [layer() for _ in range(copies(nbytes))]
+    code, layers = code_of(name), [layer() for _ in range(copies(nbytes))]
     return LinearBaseline("humming" if name == INT4 else f"humming {code}", code, nbytes, layers, values)
 
 

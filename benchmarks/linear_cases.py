@@ -156,7 +156,7 @@ def _takes_part(entry: Entry, wanted: Sequence[tuple[str, str]]) -> bool:
     formats = [f for f, _ in wanted]
     if entry.implementation == EXPANDED:
         return entry.formats in formats
-    return entry.formats in ("bf16", *(f.replace(INT4, "int4") for f in formats))
+    return entry.formats in ("bf16", *map(literature.code_of, formats))
 
 
 def _linear(x: torch.Tensor, weight: QuantTensor, impl: str) -> torch.Tensor:

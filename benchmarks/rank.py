@@ -259,7 +259,7 @@ class Step:
         self._rope = rope_tables(torch.tensor([context - 1], device=start.device), model.rank.dim)
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """RankLayer i, from the hidden states of the layer before it; the queries and what attention gave, both [B, Hq, 1, D]."""
+        """Layer i, from the hidden states of the layer before it; the queries and what attention gave, both [B, Hq, 1, D]."""
         rank, layer, cache = self._model.rank, self._model.layers[i], self.caches[i]
         state = self._state if i else self._start
         heads = layer.qkv(_normed(state)).unflatten(-1, (-1, rank.dim)).unsqueeze(2)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from halfbyte.device import Device, describe
 from halfbyte.measure.checks import BenchmarkRefused
@@ -36,7 +36,7 @@ def first_of_ranks(work: Callable[[Device], Iterable[T]], ranks: int, kind: str)
         while not done:
             try:
                 done = running.join(timeout=0.05)
-            except ProcessRaisedException as error:
+            except ProcessException as error:
                 done, failed = True, error
             while not sent.empty():
                 yield sent.get()

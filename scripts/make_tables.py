@@ -317,8 +317,10 @@ def _marked(r: Record) -> Record:
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
     said = found.says(measured)
-    told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]
-    for headers, rows in of_study(found).tables(measured):
+    made = of_study(found).tables(measured)
+    columns = tuple(header.partition(",")[0] for headers, _ in made for header in headers if header)
+    told = [" ".join([where_text(measured), *_notes(measured, " ".join(said), columns)]), *said]
+    for headers, rows in made:
         cells = [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows]
         table = markdown(headers, cells)
         told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
@@ -327,9 +329,10 @@ def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     return told
 
 
-def _notes(measured: Sequence[Record], said: str) -> list[str]:
-    """What records note of their cases, unless that is said already, and how many bars were met."""
-    notes = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}." for r in measured if r.note and r.note[1:] not in said)
+def _notes(measured: Sequence[Record], said: str, columns: tuple[str, ...]) -> list[str]:
+    """What records note of their cases, unless that is said already or in a column, and how many bars were met."""
+    noted = [r for r in measured if r.note and r.note[1:] not in said and not r.note.startswith(columns)]
+    notes = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}." for r in noted)
     return [*notes, *([f"{tables.count_text(measured)}."] if any(r.bars for r in measured) else [])]
 
 

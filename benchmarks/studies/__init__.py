@@ -41,7 +41,7 @@ class Study:
     jobs    what a session measures: small with `session.options.quick`, and on a CPU
     table   headers, and rows of text
     charts  <svg> elements
-    says    two sentences that hold the figures
+    says    sentences that hold the figures
     text_columns  columns of the table that hold text, from the left; the others hold numbers
     also    a second table, of other records
     derive  what records of other studies say, where this one was not measured

@@ -298,18 +298,19 @@ def says(measured: Sequence[Record]) -> list[str]:
 
 
 def _told(measured: Sequence[Record], op: str, what: str) -> list[str]:
-    """The largest case that both formats hold, and what BF16 cannot hold."""
+    """The case with the most tokens that both formats hold, and what BF16 cannot hold."""
     found = cases(measured, op)
     gains = {case: times for case in found if (times := gain(measured, case))}
     told = []
     if gains:
-        case, least, most = list(gains)[-1], min(gains.values()), max(gains.values())
+        tokens = {r.case: r.shape["B"] * r.shape["T"] for r in measured if r.case in gains}
+        case, least, most = max(reversed(gains), key=tokens.__getitem__), min(gains.values()), max(gains.values())
         plain, head, g32 = (_ms(best(measured, case, f)) for f in NAMES)
+        over = f"; over {len(gains)} cases the faster one takes {1 / most:.2f} to {1 / least:.2f} of the time of BF16"
         sizes, on, ranks = case.partition(" on ")
         told.append(
             f"{what}: at {sizes} tokens{on}{ranks}{' ranks' * bool(on)} a step takes {plain} ms with a BF16 cache, "
-            f"{head} ms with INT4 per head, {g32} ms with INT4 in groups of 32; over {len(gains)} cases the faster one takes "
-            f"{1 / most:.2f} to {1 / least:.2f} of the time of BF16."
+            f"{head} ms with INT4 per head, {g32} ms with INT4 in groups of 32{over * (len(gains) > 1)}."
         )
     missing = [c for c in found if (r := best(measured, c, PLAIN)) and not r.seconds and NOT_HELD in r.refused]
     held = [c for c in missing if (r := best(measured, c, FORMATS[1])) and r.seconds]

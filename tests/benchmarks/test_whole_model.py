@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -153,17 +154,20 @@ def test_what_one_rank_refuses_all_refuse_and_go_on(found: dict[str, Any]) -> No
     assert decode_70b.whole_table(found["memory"])[1][0][5] == "does not fit"
 
 
-def test_an_error_of_a_rank_is_said_and_what_came_before_it_is_kept() -> None:
-    came = first_of_ranks(breaks, 2, "cpu")
+@pytest.mark.parametrize(("code", "why"), [(0, "second rank"), (3, "process 1 terminated with exit code 3")])
+def test_an_error_of_a_rank_is_said_and_what_came_before_it_is_kept(code: int, why: str) -> None:
+    came = first_of_ranks(partial(breaks, code), 2, "cpu")
     assert next(came) == 1
-    with pytest.raises(BenchmarkRefused, match=r"2 ranks: .*second rank"):
+    with pytest.raises(BenchmarkRefused, match=f"2 ranks: .*{why}"):
         next(came)
 
 
-def breaks(machine: Device) -> Iterator[int]:
+def breaks(code: int, machine: Device) -> Iterator[int]:
     yield 1
     dist.barrier()
     if dist.get_rank():
+        if code:
+            os._exit(code)
         raise ValueError("second rank")
     dist.barrier()
 
@@ -226,3 +230,7 @@ def test_how_the_whole_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(tables._study_text("decode-70b", [*measured, of_one_rank]))
     assert text.index("| case | all-reduce | GB a rank, BF16 |") < text.index("| case | BF16 attention |")
     assert "all-reduce" not in "\n".join(tables._study_text("decode-70b", [of_one_rank]))
+    noted = [replace(measured[2], note=note) for note in ("all-reduce 3 us", "clocks 1.9 GHz")]
+    (where, *_) = tables._study_text("decode-70b", noted)
+    assert "4: clocks 1.9 GHz." in where
+    assert "3 us" not in where  # a column shows it

@@ -18,10 +18,6 @@ def _nothing(measured: Sequence[Record]) -> Sequence[str]:
     return ()
 
 
-def _no_rows(measured: Sequence[Record]) -> Table:
-    return (), ()
-
-
 @dataclass(frozen=True)
 class Section:
     """How records of one kind are shown.
@@ -39,7 +35,7 @@ class Section:
     says: Callable[[Sequence[Record]], Sequence[str]] = _nothing
     text_columns: int = 2
     asks: str = ""
-    also: Callable[[Sequence[Record]], Table] = _no_rows
+    also: Callable[[Sequence[Record]], Table] = lambda measured: ((), ())
 
     def tables(self, measured: Sequence[Record]) -> list[Table]:
         """Those that have rows; the first without any where none has."""

@@ -196,7 +196,7 @@ def _replay(
 
 
 def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
-    """For large M: dequantize a slab of the weights, one below the other, at a time, and multiply it by cuBLAS."""
+    """For large M: dequantize a slab of the weights, one below the other, at a time, and multiply by cuBLAS."""
     from halfbyte.kernels.dequantize import launch
 
     x, weights = call.x, [_contiguous(w) for w in call.weights]

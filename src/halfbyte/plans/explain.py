@@ -19,7 +19,7 @@ from halfbyte.plans.tuning_cache import NO_TABLE, Table, linear_plan
 from halfbyte.reference.hadamard import block_size
 from halfbyte.settings import check_half
 
-#: Beside 16 bits only tuned kernels and cuBLAS on slabs were measured.
+#: Only tuned kernels, and cuBLAS on dequantized slabs, were compared with 16 bits.
 _PORTABLE = "not measured with the portable kernel"
 #: More facts about a plan of a tuned kernel: what `halfbyte.measure.precompile.resources` finds by compiling it.
 Resources = Callable[[Any, Any, tuple[int, int]], Mapping[str, str]]
