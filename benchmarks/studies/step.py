@@ -131,7 +131,7 @@ class StepJob:
             model = of_sizes(config, session.device, FORMATS)
             found = measure(model, FORMATS, steps, session.device, traced=self.traced, ways=ways, judged=judged)
         for record in found:
-            yield replace(record, case=case.name, method="generate(), less the call that ends with the first token")
+            yield replace(record, case=case.name, method="generate(), less the shortest call that ends with the first token")
 
 
 def judge(case: Case, model: Any) -> None:

@@ -196,6 +196,18 @@ def test_weights_that_cannot_be_made_leave_their_bars_unmet(monkeypatch: pytest.
     assert all("out of memory" in r.refused and r.bars[0].value is None for r in measured)
 
 
+def test_a_peer_that_cannot_be_made_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(linear_baselines, "import_module", fail)
+    monkeypatch.setattr(linear_baselines, "low_bit", lambda *of: [linear_baselines.humming(*of)])
+    plain, theirs, ours = quick(pattern="1 row.*int4_sym").run([linear_cases.LayerJob(SMALL, ("auto",))])
+    assert theirs.refused == "64 x 256, 1 row humming: ImportError: no humming.layer"
+    assert plain.seconds
+    assert ours.seconds
+
+
 def test_peers_give_the_right_numbers() -> None:
     w = torch.randn(32, 256, generator=torch.Generator().manual_seed(0)) / 16
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
