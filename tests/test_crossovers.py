@@ -16,8 +16,9 @@ from halfbyte.plans.crossovers import (
     ATTENTION,
     LINEAR,
     Crossovers,
+    Size,
     attention_fact,
-    faster_from,
+    crossing,
     linear_fact,
     numbers,
     shipped,
@@ -55,7 +56,8 @@ TABLE: Crossovers = {
     ("times", "first"), [([], 0), ([1.0], 0), ([0.99], 1), ([0.5, 1.0, 2.0], 1), ([2.0, 0.9, 1.1, 1.2], 2), ([2.0, 0.9], 2)]
 )
 def test_faster_from_the_smallest_size_beyond_which_nothing_is_slower(times: list[float], first: int) -> None:
-    assert faster_from(times) == first
+    sizes = [Size(i, "", t) for i, t in enumerate(times)]
+    assert crossing(sizes) == (sizes[first - 1] if first else None, sizes[first] if first < len(sizes) else None)
 
 
 def attended(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from docgen.sources import ATTENTION_OPS, DATA, OURS, Record, by_machine, tables
-from halfbyte.plans.crossovers import ATTENTION, LINEAR, Crossovers, faster_from, numbers, sizes_of
+from halfbyte.plans.crossovers import ATTENTION, LINEAR, Crossovers, crossing, numbers, sizes_of
 from halfbyte.settings import HALVES
 
 FILE = DATA / "crossovers.json"
@@ -71,9 +71,8 @@ def attention() -> str:
         for formats, shapes in ops.get(ATTENTION, {}).items():
             for shape, sizes in shapes.items():
                 found = sizes_of(ATTENTION, shape, sizes)
-                first = faster_from([s.times for s in found])
-                start = found[first] if first < len(found) else None
-                slower = ", ".join(s.label for s in found[:first] if s.times < 1)
+                _, start = crossing(found)
+                slower = ", ".join(s.label for s in found if s.times < 1)
                 key = (numbers(shape), shape, start.label if start else "none measured", slower or "none measured")
                 alike.setdefault(key, []).append((f"`{formats}`", start.times if start else 0.0))
         for (_, shape, start_label, slower), named in sorted(alike.items()):
@@ -97,8 +96,6 @@ def linear() -> str:
 
 
 def _largest(sizes: Mapping[str, float]) -> str:
-    found = sizes_of(LINEAR, "", sizes)
-    first = faster_from([s.times for s in found])
-    up_to = found[first].label if first < len(found) else "none measured" if found else ""
-    told = f"{up_to} ({found[first - 1].times:.2f}x at {found[first - 1].label})" if first else up_to
-    return told.replace("M = ", "")
+    before, start = crossing(sizes_of(LINEAR, "", sizes))
+    up_to = start.label if start else "none measured" if before else ""
+    return (f"{up_to} ({before.times:.2f}x at {before.label})" if before else up_to).replace("M = ", "")

@@ -52,11 +52,6 @@ def shipped() -> Crossovers:
     return found
 
 
-def faster_from(times: Sequence[float]) -> int:
-    """The first index from which on nothing is below 1; the length if the last one is."""
-    return next((i + 1 for i in reversed(range(len(times))) if times[i] < 1), 0)
-
-
 def numbers(text: str) -> tuple[int, ...]:
     """The whole numbers of a shape or a size."""
     return tuple(map(int, re.findall(r"\d+", text)))
@@ -68,6 +63,13 @@ def sizes_of(op: str, shape: str, measured: Mapping[str, float]) -> list[Size]:
         return sorted(Size(-int(m), _label(int(m)), times) for m, times in measured.items())
     kv_heads, found = numbers(shape)[1], {numbers(size): times for size, times in measured.items()}
     return sorted(Size(b * t * kv_heads, _label(b, t), times) for (b, t), times in found.items())
+
+
+def crossing(sizes: Sequence[Size]) -> tuple[Size | None, Size | None]:
+    """The last size at which packed data is slower, and the one from which on it is faster; None where none was measured."""
+    first = next((i + 1 for i in reversed(range(len(sizes))) if sizes[i].times < 1), 0)
+    around = (None, *sizes, None)
+    return around[first], around[first + 1]
 
 
 def _label(*size: int) -> str:
@@ -136,19 +138,17 @@ def _formats(op: str, name: str) -> list[Format]:
 
 def _said(op: str, case: _Case, what: str, at: int, gpu: str, here: Callable[[int], str]) -> str:
     """The verdict at a size, from which size on packed data is faster, the nearest size. `here`: the problem of as much work."""
-    sizes, (onward, back) = case.sizes, _FAVORED[op]
-    first = faster_from([s.times for s in sizes])
-    before, start = sizes[:first][-1:], sizes[first:][:1]
+    sizes, (onward, back), (before, start) = case.sizes, _FAVORED[op], crossing(case.sizes)
     parts, than = [], " than the fastest 16-bit kernel"
-    for s in start:
-        alike = "" if here(s.at) == s.label else f", as much work as {here(s.at)} here"
-        parts.append(f"faster{than} at {s.label} and {onward} ({s.times:.2f}x{alike})")
-    for s in before:
-        parts.append(f"slower{'' if start else than} at {s.label} ({s.times:.2f}x)")
+    if start:
+        alike = "" if here(start.at) == start.label else f", as much work as {here(start.at)} here"
+        parts.append(f"faster{than} at {start.label} and {onward} ({start.times:.2f}x{alike})")
+    if before:
+        parts.append(f"slower{'' if start else than} at {before.label} ({before.times:.2f}x)")
     if not (start and before):
         parts.append(f"nothing {back if start else onward} measured")
     near = min(sizes, key=lambda s: (abs(math.log(s.at / at)), s.times))
-    if near not in start + before:
+    if near not in (start, before):
         parts.append(f"{near.times:.2f}x at {near.label}, the nearest")
     verdict = _verdict(sizes, at) if case.gpu == gpu else "not measured on this GPU"
     return f"{verdict}; measured on {case.gpu} with {what}: {', '.join(parts)}"
