@@ -524,6 +524,10 @@ def test_an_explanation_says_from_where_on_weights_are_dequantized() -> None:
     assert explained((4096,), 257, "nf4_dq")["kernel"].startswith("cuBLAS")
     assert "wgmma" in explained((4096,), 128, "nvfp4")["kernel"]
     assert "2 of at most 16384 output channels, 4 launches" in explained((28672,), 512, "int4_g128")["parts"]
+    # The second weight lies in the second part, with the end of the first.
+    assert (
+        explained((20000, 12000), 512, "int4_g128")["parts"] == "2 of at most 16384 output channels, 5 launches; 134.2 MB of buffer"
+    )
 
 
 @pytest.mark.parametrize(
