@@ -94,7 +94,7 @@ def test_the_verdict_on_attention_follows_the_sizes_around(tokens: int, verdict:
 def test_attention_says_what_was_measured() -> None:
     assert attended((32, 1), 128, 40000) == (
         "packed is faster; measured on first with int8, 32/1 heads of 128: faster than the fastest 16-bit kernel at 128 x 8,192 "
-        "tokens and larger (1.00x), slower at 128 x 2,048 tokens (0.99x), 1.40x at 128 x 32,768 tokens, the nearest"
+        "tokens and larger (1.00x), slower at 128 x 2,048 tokens (0.99x), 1.40x at 128 x 32,768 tokens, nearby"
     )
     # 128 x 8,192 tokens on one KV head are as much work as 8 sequences of 65,536 tokens on two.
     assert "at 128 x 8,192 tokens and larger (1.00x, as much work as 8 x 65,536 tokens here)" in attended((64, 2), 8, 65536)
@@ -105,6 +105,18 @@ def test_attention_says_what_was_measured() -> None:
         "packed is faster; measured on first with int8, 8/1 heads of 128, without pages: faster than the fastest 16-bit kernel at "
         "16 x 1,024 tokens and larger (1.50x), nothing smaller measured"
     )
+
+
+def test_the_least_gain_within_a_factor_of_two_is_told() -> None:
+    sizes = {"1 x 1024": 1.1, "1 x 4096": 1.2, "8 x 1024": 1.6, "1 x 16384": 1.7, "8 x 2048": 1.9}
+    table = {"first": {ATTENTION: {"int8": {"8/1 x 128": sizes}}}}
+    pair = (key_format("int8"), value_format("int8"))
+
+    def told(batch: int, tokens: int) -> str:
+        return attention_fact((batch, 8, 1, 128, tokens), 1, pair, "", "first", table)
+
+    assert told(1, 8192).endswith(", 1.20x at 1 x 4,096 tokens, nearby")
+    assert told(8, 1024).endswith(", 1.60x at 8 x 1,024 tokens")
 
 
 def test_attention_takes_the_nearest_case() -> None:
@@ -151,7 +163,7 @@ def test_the_verdict_on_a_gemm_follows_the_sizes_around(rows: int, verdict: str)
 def test_a_gemm_says_what_was_measured() -> None:
     assert multiplied(4096, 4096, 2) == (
         "packed is faster; measured on first with int4_g128 [4096, 4096]: faster than the fastest 16-bit kernel at M = 32 and "
-        "smaller (1.25x), slower at M = 64 (0.90x), 3.50x at M = 1, the nearest"
+        "smaller (1.25x), slower at M = 64 (0.90x), 3.50x at M = 1, nearby"
     )
     assert "at M = 64 and smaller (1.50x), nothing larger measured" in multiplied(16384, 8192, 64)
     assert "[4096, 4096]" in multiplied(4096, 5120, 1)
