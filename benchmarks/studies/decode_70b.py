@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -224,8 +224,9 @@ def best(measured: Sequence[Record], case: str, formats: str) -> Record | None:
 
 
 def cases(measured: Sequence[Record], op: str = OP) -> list[str]:
-    """All cases in the order in which they were measured."""
-    return list(dict.fromkeys(r.case for r in measured if r.op == op and r.shape))
+    """All cases by ranks, then in the order in which they were measured."""
+    ranks = {r.case: r.shape.get("ranks", 1) for r in measured if r.op == op and r.shape}
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 def gain(measured: Sequence[Record], case: str) -> float | None:
@@ -278,17 +279,25 @@ def _ms(r: Record | None) -> str:
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
-    """Milliseconds a step by context, a panel for each batch; a line ends where its cache does not fit."""
+    """Milliseconds a step, by batch for the whole model and by context for one rank; a line ends where its cache does not fit."""
+    ends = "a line ends where its cache does not fit"
+    whole = _panels(measured, whole_model.OP, "{T:,} tokens, {ranks} ranks", lambda shape: shape["B"])
+    one = _panels(measured, OP, "batch {B}", lambda shape: shape["T"] / 1024)
+    of_all, of_one = f"All ranks of Llama 2 70B; {ends}", f"One rank of Llama 2 70B; {ends}"
+    charted = (whole, "batch", of_all), (one, "context, K tokens", of_one)
+    return [charts.panels(panels, x_label=label, y_label="ms a step", title=title) for panels, label, title in charted if panels]
+
+
+def _panels(
+    measured: Sequence[Record], op: str, panel: str, x: Callable[[Mapping[str, int]], float]
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By panel and cache the points (x, milliseconds). `panel`: its title, filled in from a shape."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for case in cases(measured):
+    for case in cases(measured, op):
         for formats, name in NAMES.items():
             if (r := best(measured, case, formats)) and r.seconds:
-                points = panels.setdefault(f"batch {r.shape['B']}", {}).setdefault(name, [])
-                points.append((r.shape["T"] / 1024, 1e3 * r.seconds))
-    if not panels:
-        return []
-    title = "One rank of Llama 2 70B; a line ends where its cache does not fit"
-    return [charts.panels(panels, x_label="context, K tokens", y_label="ms a step", title=title)]
+                panels.setdefault(panel.format(**r.shape), {}).setdefault(name, []).append((x(r.shape), 1e3 * r.seconds))
+    return panels
 
 
 def says(measured: Sequence[Record]) -> list[str]:

@@ -225,6 +225,11 @@ def test_how_the_whole_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = decode_70b.says([*measured, of_one_rank])
     assert "at batch 64 x 2,048 tokens on 4 ranks a step takes 11.00 ms with a BF16 cache, 8.00 ms with INT4 per head" in told[0]
     assert told[1] == decode_70b.PUBLISHED
+    whole, one = decode_70b.drawn([*measured, of_one_rank])
+    assert all(words in whole for words in ("All ranks", "2,048 tokens, 4 ranks", "BF16", "INT4, groups of 32"))
+    assert "One rank" in one
+    two = [replace(r, case=r.case.replace("4", "2"), shape={**r.shape, "ranks": 2}) for r in measured]
+    assert decode_70b.cases([*measured, *two], whole_model.OP) == [two[0].case, measured[0].case]
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     tables = import_module("make_tables")
     text = "\n".join(tables._study_text("decode-70b", [*measured, of_one_rank]))
