@@ -230,7 +230,8 @@ def table(measured: Sequence[Record]) -> Table:
 
 def _row(r: Record, measured: Sequence[Record]) -> tuple[str, ...]:
     seconds = r.seconds or 0.0
-    plain = next((p.seconds for p in measured if (p.case, p.implementation) == (r.case, PLAIN.name)), None)
+    same = (p for p in measured if p.environment == r.environment)  # of one run
+    plain = next((p.seconds for p in same if (p.case, p.implementation) == (r.case, PLAIN.name)), None)
     first = re.search(r"first token ([\d.]+) ms", r.note)
     target = next((case.target for case in CASES if case.name == r.case), "")
     return (

@@ -72,6 +72,8 @@ def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     headers, rows = step.table(measured[2:])
     assert [len(row) for row in rows] == 2 * [len(headers)]
     assert rows[0][5] == "1.00"
+    other = replace(measured[2], environment=replace(measured[2].environment, date="another day"))
+    assert [row[5] for row in step.table([other, measured[3]])[1]] == ["1.00", ""]  # 16 bits of another run
     assert len(step.drawn(measured)) == 1
     assert "demo-2: " in step.says(measured)[0]
     fused = step.kinds(measured[3])
