@@ -112,9 +112,10 @@ def test_the_least_gain_within_a_factor_of_two_is_told() -> None:
     table = {"first": {ATTENTION: {"int8": {"8/1 x 128": sizes}}}}
     pair = (key_format("int8"), value_format("int8"))
 
-    def told(batch: int, tokens: int) -> str:
-        return attention_fact((batch, 8, 1, 128, tokens), 1, pair, "", "first", table)
+    def told(batch: int, tokens: int, kv_heads: int = 1) -> str:
+        return attention_fact((batch, 8 * kv_heads, kv_heads, 128, tokens), 1, pair, "", "first", table)
 
+    assert told(1, 1024, kv_heads=8).endswith(", 1.20x at 1 x 4,096 tokens, nearby")  # eight times the work of 1 x 1,024 there
     assert told(1, 8192).endswith(", 1.20x at 1 x 4,096 tokens, nearby")
     assert told(8, 1024).endswith(", 1.60x at 8 x 1,024 tokens")
 

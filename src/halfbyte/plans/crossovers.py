@@ -147,10 +147,11 @@ def _said(op: str, case: _Case, what: str, at: int, gpu: str, here: Callable[[in
         parts.append(f"slower{'' if start else than} at {before.label} ({before.times:.2f}x)")
     if not (start and before):
         parts.append(f"nothing {back if start else onward} measured")
-    # Of all within a factor of two the least: sizes of another batch with as much work may gain more.
-    near = min(sizes, key=lambda s: (s.label != here(at), max(1, abs(math.log2(s.at / at))), s.times))
+    itself = at, here(at)
+    # Of all others within a factor of two the least: sizes of another batch with as much work may gain more.
+    near = min(sizes, key=lambda s: (s[:2] != itself, max(1, abs(math.log2(s.at / at))), s.times))
     if near not in (start, before):
-        parts.append(f"{near.times:.2f}x at {near.label}" + ", nearby" * (near.label != here(at)))
+        parts.append(f"{near.times:.2f}x at {near.label}" + ", nearby" * (near[:2] != itself))
     verdict = _verdict(sizes, at) if case.gpu == gpu else "not measured on this GPU"
     return f"{verdict}; measured on {case.gpu} with {what}: {', '.join(parts)}"
 
