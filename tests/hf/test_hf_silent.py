@@ -285,6 +285,26 @@ def test_packed_forwards_take_the_options_of_a_forward(build, prompt, chunk):
             model(ids, logits_to_keep=torch.tensor([0]))
 
 
+@pytest.mark.parametrize("chunk", [5, 16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "longrope"])
+def test_packed_forwards_read_each_text_of_a_row_alone(family, chunk, build, prompt):
+    """Positions that start again begin another text, which must not attend to the ones before it."""
+    model = longrope(tf.Phi3Config, sliding_window=None) if family == "longrope" else build(family)
+    hf.quantize(model, keys="int8", values="int8")
+    ids, lengths = prompt(2, 37), [[9, 28], [20, 1, 16]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    with torch.no_grad(), hf.packed_forwards(model, chunk):
+        rows = model(ids, position_ids=positions, labels=ids)
+        kept = model(ids, position_ids=positions, logits_to_keep=3).logits
+        for row, texts in enumerate(lengths):
+            alone = [model(text[None]).logits[0] for text in ids[row].split(texts)]
+            torch.testing.assert_close(rows.logits[row], torch.cat(alone))
+        torch.testing.assert_close(kept, rows.logits[:, -3:])
+        torch.testing.assert_close(rows.loss, model.loss_function(rows.logits, ids, vocab_size=rows.logits.shape[-1]))
+        with pytest.raises(Unsupported, match=r"cu_seq_lens_q: .* position_ids that start again"):
+            model(ids, cu_seq_lens_q=torch.tensor([0, 9, 37]))
+
+
 def test_packed_forwards_refuse_router_logits(prompt):
     """Of which the last chunk would have some, and the loss none."""
     model = hf.quantize(tiny_model("mixtral"), keys="int8", values="int8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from halfbyte.hf.model_support import check_continues, inner_model, rotations_by
 
 #: Outputs of a forward that hold one entry a token, along axis 1.
 _BY_TOKEN = ("logits", "last_hidden_state")
+#: What a forward takes with one entry a token, along its last axis.
+_INPUTS_BY_TOKEN = ("position_ids", "token_type_ids")
+#: How trainers tell FlashAttention where the texts of a row begin; `position_ids` say the same.
+_TEXT_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 #: Arguments of a forward that are about its loss.
 _OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
@@ -30,7 +35,9 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
             themselves in 16 bits
 
     Without it such a forward attends in 16 bits, so the perplexity of `model(window).logits` says nothing about a KV format.
-    Inference only. Right padding works. Outputs other than logits, last_hidden_state and the loss are those of the last chunk.
+    Inference only. Right padding works. Several texts in one row are told apart as transformers does: without a mask, wherever
+    `position_ids` do not go on by 1; each is read through a cache of its own. Outputs other than logits, last_hidden_state and the
+    loss are those of the last chunk.
     """
     inner = inner_model(model)
     check_continues(inner)
@@ -96,11 +103,17 @@ class _Forward:
             raise Unsupported("logits_to_keep is a tensor; within packed_forwards pass a number, or take these rows of all logits")
         if kwargs.get("output_router_logits", getattr(self.model.config.get_text_config(), "output_router_logits", False)):
             raise Unsupported("packed_forwards collects no router logits, nor their loss; pass output_router_logits=False")
-        outputs = self._chunks(input_ids, _left(attention_mask), keep, **{**kwargs, "use_cache": True, "return_dict": True})
-        last = outputs[-1]
-        for name in _BY_TOKEN:
-            if getattr(last, name, None) is not None:
-                last[name] = torch.cat([getattr(out, name) for out in outputs], 1)
+        options = {**kwargs, "use_cache": True, "return_dict": True}
+        texts = _texts(input_ids, kwargs.get("position_ids")) if attention_mask is None else None
+        if texts is None:
+            if any(kwargs.get(name) is not None for name in _TEXT_BOUNDS):
+                raise Unsupported(
+                    f"{', '.join(name for name in _TEXT_BOUNDS if kwargs.get(name) is not None)}: packed_forwards tells the texts "
+                    f"of a row apart by position_ids that start again; pass those, and no attention_mask"
+                )
+            last = _joined(self._chunks(input_ids, _left(attention_mask), keep, **options), 1)
+        else:
+            last = self._each(texts, input_ids, {name: x for name, x in options.items() if name not in _TEXT_BOUNDS})
         if keep:
             last["logits"] = last.logits[:, -keep:]
         if labels is not None:
@@ -108,6 +121,18 @@ class _Forward:
             vocab_size = self.model.config.get_text_config().vocab_size
             last["loss"] = self.model.loss_function(logits=last.logits, labels=labels, vocab_size=vocab_size, **options)
         return last if kwargs.get("return_dict", True) is not False else last.to_tuple()
+
+    def _each(self, texts: list[list[slice]], input_ids: torch.Tensor, options: dict[str, Any]) -> Any:
+        """The outputs of rows that hold several texts, each text read alone. texts: by row, which tokens each text is."""
+        rows = []
+        for row, bounds in enumerate(texts):
+            outputs = []
+            for text in bounds:
+                inputs = {name: options[name] for name in _INPUTS_BY_TOKEN if options.get(name) is not None}
+                cut = {name: (x if x.shape[-2] == 1 else x[..., row : row + 1, :])[..., text] for name, x in inputs.items()}
+                outputs += self._chunks(input_ids[row : row + 1, text], None, 0, **{**options, **cut})
+            rows.append(_joined(outputs, 1))
+        return _joined(rows, 0)
 
     @torch.no_grad()
     def _chunks(self, input_ids: torch.Tensor, mask: torch.Tensor | None, keep: int, **kwargs: Any) -> list[Any]:
@@ -118,7 +143,7 @@ class _Forward:
             raise Unsupported("chunk=1: transformers does not mask the padding of one token from recurrent states; pass 2 or more")
         positions = kwargs.get("position_ids")
         last = tokens - 1 if positions is None else int(positions.max())
-        by_token = {name: x for name, x in kwargs.items() if name in ("position_ids", "token_type_ids") and x is not None}
+        by_token = {name: x for name, x in kwargs.items() if name in _INPUTS_BY_TOKEN and x is not None}
         with part_of_text(self.model, last):
             for start in range(0, tokens, self.chunk):
                 part = slice(start, start + self.chunk)
@@ -128,6 +153,31 @@ class _Forward:
                 cut |= {} if mask is None else {"attention_mask": mask[:, : part.stop]}
                 outputs.append(self.forward(input_ids=input_ids[:, part], **{**kwargs, **cut, CACHE: cache}))
         return outputs
+
+
+def _joined(outputs: list[Any], axis: int) -> Any:
+    """The last of `outputs`, with the entries by token of all of them, joined along an axis."""
+    last = outputs[-1]
+    for name in _BY_TOKEN:
+        if getattr(last, name, None) is not None:
+            last[name] = torch.cat([getattr(out, name) for out in outputs], axis)
+    return last
+
+
+def _texts(input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> list[list[slice]] | None:
+    """By row, which tokens each of its texts is; None when every row is one text.
+
+    input_ids [B, L]; position_ids [B, L] or [1, L], or [4, B, L], of which the first counts tokens (Qwen's multimodal RoPE).
+    """
+    if position_ids is not None and position_ids.ndim == 3:
+        position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
+    if position_ids is None:
+        return None
+    starts = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand_as(input_ids)
+    if int(starts.sum()) == len(input_ids):
+        return None
+    bounds = [[*row.nonzero().flatten().tolist(), len(row)] for row in starts]
+    return [[slice(first, end) for first, end in pairwise(row)] for row in bounds]
 
 
 def _left(mask: torch.Tensor | None) -> torch.Tensor | None:
