@@ -15,19 +15,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = tuple(folder for folder in (ROOT / "src", ROOT / "lab") if folder.exists())
-_IRREGULAR = (
-    "found made given held kept taken known shown told built sent got gone seen written drawn chosen said meant lent brought bought "
-    "caught thought sought taught lost laid paid begun broken driven eaten fallen frozen hidden proven risen spoken stolen sworn torn "
-    "woken worn understood stood forgotten"
-).split()
-#: Words that end like a participle and are none.
-_OTHERS = "need seed speed feed embed bed red exceed proceed succeed indeed shed sled breed".split()
+#: Those that do not end in -ed.
+_IRREGULAR = re.compile(
+    "found|made|given|held|kept|taken|known|shown|told|built|sent|got|gone|seen|written|drawn|chosen|said|meant|lent|brought|bought|"
+    "caught|thought|sought|taught|lost|laid|paid|begun|broken|driven|fallen|frozen|hidden|proven|risen|spoken|sworn|torn|understood"
+)
+#: What ends like a participle and is none.
+_OTHERS = re.compile("need|seed|speed|feed|embed|bed|red|exceed|proceed|succeed|indeed|shed|sled")
 
 
 def is_participle(name: str) -> bool:
     """Whether a whole name is one participle."""
     word = name.strip("_")
-    return word in _IRREGULAR or (re.fullmatch(r"[a-z]{2,}ed", word) is not None and word not in _OTHERS)
+    return bool(_IRREGULAR.fullmatch(word) or (re.fullmatch("[a-z]{2,}ed", word) and not _OTHERS.fullmatch(word)))
 
 
 def local_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
