@@ -20,8 +20,11 @@ _IRREGULAR = re.compile(
     "found|made|given|held|kept|taken|known|shown|told|built|sent|got|gone|seen|written|drawn|chosen|said|meant|lent|brought|bought|"
     "caught|thought|sought|taught|lost|laid|paid|begun|broken|driven|fallen|frozen|hidden|proven|risen|spoken|sworn|torn|understood"
 )
-#: What ends like a participle and is none.
-_OTHERS = re.compile("need|seed|speed|feed|embed|bed|red|exceed|proceed|succeed|indeed|shed|sled")
+#: What ends like a participle and is none, and states that the field names so (a packed tensor, hidden states, ragged batches).
+_OTHERS = re.compile(
+    "need|seed|speed|feed|embed|bed|red|exceed|proceed|succeed|indeed|shed|sled|"
+    "hidden|packed|unpacked|ragged|paged|padded|nested|signed|scaled|rotated|quantized|dequantized|expected|interleaved|masked|clipped"
+)
 
 
 def is_participle(name: str) -> bool:

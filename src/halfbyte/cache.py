@@ -62,10 +62,10 @@ class KVCache:
     _lock: AbstractContextManager[object] = threading.RLock()
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        made = super().__new__(cls)
+        cache = super().__new__(cls)
         if not torch.compiler.is_compiling():
-            made._lock = threading.RLock()
-        return made
+            cache._lock = threading.RLock()
+        return cache
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
@@ -76,15 +76,15 @@ class KVCache:
         """KV buffers for `rows` (sequences or pages, heads, tokens of each), and everything with one entry a sequence."""
         unknown = set(options) - set(CacheOptions.__annotations__)
         check(not unknown, f"{', '.join(sorted(unknown))}: no such option; a cache has {', '.join(CacheOptions.__annotations__)}")
-        given = DEFAULTS | options
-        k_fmt, v_fmt = key_format(given["keys"]), value_format(given["values"])
-        value_dim, dtype = head_dim if given["value_dim"] is None else given["value_dim"], given["dtype"]
-        device, self.rotate_keys = device_of(given["device"]), rotated(given["rotate_keys"], k_fmt, head_dim)
+        settings = DEFAULTS | options
+        k_fmt, v_fmt = key_format(settings["keys"]), value_format(settings["values"])
+        value_dim, dtype = head_dim if settings["value_dim"] is None else settings["value_dim"], settings["dtype"]
+        device, self.rotate_keys = device_of(settings["device"]), rotated(settings["rotate_keys"], k_fmt, head_dim)
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-        sinks, recent = given["sink_tokens"], given["recent_tokens"]
+        sinks, recent = settings["sink_tokens"], settings["recent_tokens"]
         check_window(sinks, recent, k_fmt, v_fmt, capacity)
-        k_scale, v_scale = given["k_scale"], given["v_scale"]
+        k_scale, v_scale = settings["k_scale"], settings["v_scale"]
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
@@ -279,9 +279,9 @@ class KVCache:
         with self._changing():
             self.lengths.zero_()
             self._bound, self._version = (None, None) if self._capturing() else (0, _version_of(self.lengths))
-            for buffer, given in zip((self.keys, self.values), self._given, strict=True):
-                if buffer.scales is not None and given is not None:
-                    buffer.scales.copy_(given)
+            for buffer, scale in zip((self.keys, self.values), self._given, strict=True):
+                if buffer.scales is not None and scale is not None:
+                    buffer.scales.copy_(scale)
                 if buffer.saturated is not None:
                     buffer.saturated.zero_()
 
@@ -293,14 +293,14 @@ class KVCache:
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)
-            wanted = as_int32(length)
+            target = as_int32(length)
         else:
             number = length.item() if isinstance(length, torch.Tensor) and length.ndim == 0 else length
-            kept = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
-            wanted = torch.full_like(self.lengths, min(kept, 2**31 - 1))
-        check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
+            count = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
+            target = torch.full_like(self.lengths, min(count, 2**31 - 1))
+        check(not bool((target < 0).any()), f"length={length}; expected 0 or more tokens to keep")
         with self._changing():
-            left = torch.minimum(self.lengths, wanted)
+            left = torch.minimum(self.lengths, target)
             check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
             for buffer in (self.keys, self.values):
                 reopen(buffer, self.lengths, left, self.page_table)
@@ -326,11 +326,11 @@ class KVCache:
         """A new cache whose sequence i is a copy of this one's index[i]."""
         index = self._index(index)
         self._check_owned("select")
-        made = copy.copy(self)
+        cache = copy.copy(self)
         with outside_inference_mode():
-            made.keys, made.values = (buffer.select(index) for buffer in (self.keys, self.values))
-            made.lengths, made._expanded = self.lengths[index], ""
-        return made
+            cache.keys, cache.values = (buffer.select(index) for buffer in (self.keys, self.values))
+            cache.lengths, cache._expanded = self.lengths[index], ""
+        return cache
 
     def repeat_interleave(self, repeats: int) -> KVCache:
         """A new cache with every sequence `repeats` times in a row."""
@@ -345,12 +345,12 @@ class KVCache:
         options: CacheOptions = {"keys": self.keys.format, "values": self.values.format, "value_dim": self.value_dim}
         options |= {"sink_tokens": self.keys.sink_tokens, "recent_tokens": self.keys.recent_tokens, "dtype": dtype}
         options |= {"rotate_keys": self.rotate_keys, "device": self.device}
-        made = KVCache(self.batch, self.kv_heads, self.head_dim, max(capacity, self.capacity), **options)
-        for new, held in zip(made.tensors(), self.tensors(), strict=True):
-            new[tuple(slice(size) for size in held.shape)] = held
-        made._given, made._measures = self._given, self._measures
-        made._bound = None if self._captured else self._bound
-        return made
+        cache = KVCache(self.batch, self.kv_heads, self.head_dim, max(capacity, self.capacity), **options)
+        for new, old in zip(cache.tensors(), self.tensors(), strict=True):
+            new[tuple(slice(size) for size in old.shape)] = old
+        cache._given, cache._measures = self._given, self._measures
+        cache._bound = None if self._captured else self._bound
+        return cache
 
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys [B, H, T, D] and values [B, H, T, Dv] as float32, 0 beyond each length. For inspection, not for attention."""
@@ -385,8 +385,8 @@ class KVCache:
 
 def _version_of(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """A GPU's tensor and its version counter; None for a tensor of inference mode, which has none, and while compiling."""
-    counted = not torch.compiler.is_compiling() and lengths.is_cuda and not lengths.is_inference()
-    return (lengths, lengths._version) if counted else None
+    has_version = not torch.compiler.is_compiling() and lengths.is_cuda and not lengths.is_inference()
+    return (lengths, lengths._version) if has_version else None
 
 
 def _scale_of_tensor(buffer: KVBuffer) -> torch.Tensor | None:

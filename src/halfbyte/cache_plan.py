@@ -143,9 +143,9 @@ def _parsed(data: Any, what: str) -> CachePlan:
         type(bits) in (int, float) and 0 < bits <= 64 and isinstance(data.get("measured", {}), dict),
         f"{what}: bits={bits!r}, measured={type(data.get('measured')).__name__}; expected a number of bits and an object",
     )
-    found, window = _layers(layers, what), (data.get("sink_tokens", 0), data.get("recent_tokens", 0))
-    _check_windows(window, found, what)
-    return CachePlan(ModelSizes(**sizes), found, float(bits), *window, data.get("measured", {}))
+    formats, window = _layers(layers, what), (data.get("sink_tokens", 0), data.get("recent_tokens", 0))
+    _check_windows(window, formats, what)
+    return CachePlan(ModelSizes(**sizes), formats, float(bits), *window, data.get("measured", {}))
 
 
 def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
@@ -160,8 +160,8 @@ def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
             fmt = KV_FORMATS.get(entry[side]) if isinstance(entry[side], str) else None
             if fmt is None or (side == "values" and fmt.token_block):
                 unknown.setdefault(f"{side} {str(entry[side])[:40]!r}", []).append(i)
-    named = "; ".join(f"{name} ({_numbers(where)})" for name, where in unknown.items())
-    check(not unknown, f"{what}: unknown formats: {named}; choose from {', '.join(KV_FORMATS)}, per-channel ones for keys only")
+    text = "; ".join(f"{name} ({_numbers(where)})" for name, where in unknown.items())
+    check(not unknown, f"{what}: unknown formats: {text}; choose from {', '.join(KV_FORMATS)}, per-channel ones for keys only")
     return tuple(LayerFormats(**entry) for entry in entries)
 
 
@@ -169,18 +169,18 @@ def _check_windows(window: tuple[Any, Any], layers: Sequence[LayerFormats], what
     """Raise unless the formats of every quantized layer allow these sink and recent tokens."""
     formats = [(KV_FORMATS[layer.keys], KV_FORMATS[layer.values]) for layer in layers]
     nothing = not any(k.is_quantized or v.is_quantized for k, v in formats)
-    refused: dict[str, list[int]] = {}
+    reasons: dict[str, list[int]] = {}
     for i, (keys, values) in enumerate(formats):
         if keys.is_quantized or values.is_quantized or nothing:
             try:
                 check_window(*window, keys, values)
             except HalfbyteError as error:
-                refused.setdefault(str(error), []).append(i)
-    named = "; ".join(f"{said} ({_numbers(where)})" for said, where in refused.items())
-    check(not refused, f"{what}: {named}")
+                reasons.setdefault(str(error), []).append(i)
+    text = "; ".join(f"{reason} ({_numbers(where)})" for reason, where in reasons.items())
+    check(not reasons, f"{what}: {text}")
 
 
 def _numbers(layers: Sequence[int]) -> str:
     """ "layer 3", "layers 0, 1 and 5"; of many, the first ten."""
-    shown = [str(i) for i in layers[:10]] + ["more"] * (len(layers) > 10)
-    return f"layer {shown[0]}" if len(shown) == 1 else f"layers {', '.join(shown[:-1])} and {shown[-1]}"
+    numbers = [str(i) for i in layers[:10]] + ["more"] * (len(layers) > 10)
+    return f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {', '.join(numbers[:-1])} and {numbers[-1]}"

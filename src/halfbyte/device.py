@@ -83,8 +83,8 @@ def resident_blocks(capability: Capability, *, threads: int, registers: int, sha
 
     threads: per block; registers: per thread, rounded up to a multiple of 8; shared_bytes: what the kernel allocates per block.
     """
-    found = blocks_by_resource(capability, threads=threads, registers=registers, shared_bytes=shared_bytes)
-    return max(1, min(found.values()))
+    limits = blocks_by_resource(capability, threads=threads, registers=registers, shared_bytes=shared_bytes)
+    return max(1, min(limits.values()))
 
 
 def blocks_by_resource(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> dict[str, int]:
@@ -133,8 +133,8 @@ _OTHER_VARIANTS = {"ti", "super", "laptop", "mig"}
 def datasheet_name(gpu: str) -> str | None:
     """The key in `DATASHEETS` of a name that the driver gives, such as "NVIDIA H100 80GB HBM3"; None if there is none."""
     words = set(re.findall(r"[a-z0-9]+", gpu.lower()))
-    found = [name for name in DATASHEETS if words.issuperset(name.split("-"))]
-    return None if not found or words & _OTHER_VARIANTS else max(found, key=len)
+    names = [name for name in DATASHEETS if words.issuperset(name.split("-"))]
+    return None if not names or words & _OTHER_VARIANTS else max(names, key=len)
 
 
 def supports_pdl(capability: Capability) -> bool:
@@ -183,12 +183,12 @@ class Device:
 
 def describe(device: torch.device | str | int | None = None) -> Device:
     """Describe `device`; None takes the current GPU if there is one, else the CPU."""
-    wanted = _parse(device)
-    if wanted.type == "cpu":
+    target = _parse(device)
+    if target.type == "cpu":
         return Device("cpu", _cpu_name(), _cpu_memory(), _cpu_cache(), _cores(), torch.get_num_threads())
-    if wanted.type != "cuda":
-        raise Unsupported(f"device={str(device)!r} is of kind {wanted.type!r}; halfbyte runs on 'cpu' and 'cuda'")
-    return _describe_cuda(wanted)
+    if target.type != "cuda":
+        raise Unsupported(f"device={str(device)!r} is of kind {target.type!r}; halfbyte runs on 'cpu' and 'cuda'")
+    return _describe_cuda(target)
 
 
 def gpu(index: int) -> GPU:
@@ -316,12 +316,12 @@ class SpinWatch:
 
     def _look(self) -> None:
         here, thread = _scheduled(), threading.get_ident()
-        ran, waited = (now - then for now, then in zip(here, self._before, strict=True))
+        ran, queue_time = (now - then for now, then in zip(here, self._before, strict=True))
         if thread != self._thread:
             self._thread, self._before = thread, here
-        elif ran + waited >= self.LEAST:
+        elif ran + queue_time >= self.LEAST:
             self._before = here
-            if waited > self.MOST * (ran + waited) and torch.get_num_threads() > 1 and _has_libgomp():
+            if queue_time > self.MOST * (ran + queue_time) and torch.get_num_threads() > 1 and _has_libgomp():
                 self._on = False
                 warn_once(
                     f"other programs use these CPUs, and torch's {torch.get_num_threads()} threads spin while they wait for each "
@@ -337,10 +337,10 @@ SPINNING = SpinWatch()
 def _scheduled() -> tuple[int, int]:
     """Nanoseconds that this thread has run, and has waited for a CPU; zeros where Linux does not count them."""
     try:
-        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        ran, queue_time, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except (OSError, ValueError):
         return 0, 0
-    return int(ran), int(waited)
+    return int(ran), int(queue_time)
 
 
 def _has_libgomp() -> bool:

@@ -83,11 +83,11 @@ def _vllm() -> str:
 
 
 def _hardware() -> dict[str, str]:
-    found = {"cpu": guarded(_cpu)}
+    hardware = {"cpu": guarded(_cpu)}
     count = guarded(_gpu_count)
     if not count.isdigit() or count == "0":
-        return found | {"gpu": "none that torch sees" if count == "0" else count}
-    return found | {f"gpu {i}": guarded(lambda i=i: _gpu(i)) for i in range(int(count))}  # type: ignore[misc]
+        return hardware | {"gpu": "none that torch sees" if count == "0" else count}
+    return hardware | {f"gpu {i}": guarded(lambda i=i: _gpu(i)) for i in range(int(count))}  # type: ignore[misc]
 
 
 def _gpu_count() -> str:
@@ -129,11 +129,11 @@ def _impl() -> str:
 
 def _ops() -> dict[str, str]:
     """One line for each op: the level that runs it here, why, and how far a small call is from the reference."""
-    found = {}
+    ops = {}
     for op in (*RUNS, *_planned()):
-        if op not in found:
-            found[op] = guarded(lambda op=op: _explain(op))  # type: ignore[misc]
-    return found
+        if op not in ops:
+            ops[op] = guarded(lambda op=op: _explain(op))  # type: ignore[misc]
+    return ops
 
 
 def _planned() -> tuple[str, ...]:
@@ -149,13 +149,13 @@ def _explain(op: str) -> str:
     from halfbyte.plans import LEVELS, plan
     from halfbyte.settings import default_impl
 
-    wanted = default_impl()
-    if wanted not in LEVELS[op]:
-        wanted = "auto"
+    impl = default_impl()
+    if impl not in LEVELS[op]:
+        impl = "auto"
     kinds = ("cpu", "cuda") if gpu_count() else ("cpu",)
-    chosen = "; ".join(f"on {kind}: {(p := plan(op, wanted, kind)).level} ({p.why})" for kind in kinds)
+    text = "; ".join(f"on {kind}: {(p := plan(op, impl, kind)).level} ({p.why})" for kind in kinds)
     run = RUNS.get(op)
-    return f"{chosen}; {run()}" if run else chosen
+    return f"{text}; {run()}" if run else text
 
 
 def _run_append() -> str:
@@ -210,5 +210,5 @@ def _notes(versions: dict[str, str]) -> list[str]:
 
 
 def _problems(found: dict[str, str]) -> list[str]:
-    failed = [f"{name} {state}" for name, state in found.items() if state.startswith(FAILED)]
-    return failed + [f"halfbyte needs another {why}" for name in OPTIONAL if (why := guarded(partial(other_version, name)))]
+    failures = [f"{name} {state}" for name, state in found.items() if state.startswith(FAILED)]
+    return failures + [f"halfbyte needs another {why}" for name in OPTIONAL if (why := guarded(partial(other_version, name)))]

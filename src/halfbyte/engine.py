@@ -97,16 +97,16 @@ class PageLayout:
     def _arrays(self, heads: int, tokens: int) -> list[tuple[str, str, tuple[int, ...], torch.dtype]]:
         """(keys or values, part, shape, dtype) of each array of a page, in the order of memory: codes first."""
         sides = (("keys", self.keys, self.head_dim), ("values", self.values, self.value_dim))
-        found = [
-            (side, name, *stored) for side, fmt, dim in sides for name, stored in expected_parts(fmt, (heads, tokens, dim)).items()
+        arrays = [
+            (side, name, *part) for side, fmt, dim in sides for name, part in expected_parts(fmt, (heads, tokens, dim)).items()
         ]
-        return sorted(found, key=lambda array: array[1] != "codes")
+        return sorted(arrays, key=lambda array: array[1] != "codes")
 
     def _pages(self, memory: torch.Tensor) -> torch.Tensor:
         """The memory as bytes [pages, H * N * C]."""
         if not isinstance(memory, torch.Tensor) or memory.dtype not in (torch.int8, torch.uint8) or memory.ndim != 4:
-            found = f"{memory.dtype} {list(memory.shape)}" if isinstance(memory, torch.Tensor) else f"a {type(memory).__name__}"
-            raise InvalidArgument(f"memory is {found}; expected uint8 [pages, H, N, {self.token_head_bytes}]")
+            actual = f"{memory.dtype} {list(memory.shape)}" if isinstance(memory, torch.Tensor) else f"a {type(memory).__name__}"
+            raise InvalidArgument(f"memory is {actual}; expected uint8 [pages, H, N, {self.token_head_bytes}]")
         pages, heads, tokens, content = memory.shape
         pair = f"{self.keys} keys of {self.head_dim} and {self.values} values of {self.value_dim}"
         check(
@@ -123,8 +123,8 @@ class PageLayout:
             in_order = [(step[1], content, 1)]
         dense = step[1:] in in_order and (pages <= 1 or step[0] >= size)
         check(dense, f"memory has strides {list(step)}; a page must be one piece of {size} bytes, heads and tokens in either order")
-        aligned = memory.data_ptr() % 16 == 0 and (pages <= 1 or step[0] % 16 == 0)
-        check(aligned, "memory is not aligned to 16 bytes; start it, and each page, at a multiple of 16")
+        on_16_bytes = memory.data_ptr() % 16 == 0 and (pages <= 1 or step[0] % 16 == 0)
+        check(on_16_bytes, "memory is not aligned to 16 bytes; start it, and each page, at a multiple of 16")
         return memory.view(torch.uint8).as_strided((pages, size), (step[0], 1))
 
 
@@ -140,11 +140,11 @@ def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[tuple[PageLay
             f"plan has sink_tokens={plan.sink_tokens}, recent_tokens={plan.recent_tokens}, which belong to a sequence, and pages "
             f"hold codes alone; calibrate without them"
         )
-    found = []
+    layouts = []
     for number, layer in enumerate(plan.layers):
         try:
             layout = PageLayout(layer.keys, layer.values, plan.model.head_dim, plan.model.value_dim)
         except Unsupported as error:
             raise Unsupported(f"plan, layer {number}: {error}") from None
-        found.append((layout, layer.rotate_keys))
-    return found
+        layouts.append((layout, layer.rotate_keys))
+    return layouts

@@ -54,9 +54,9 @@ def other_version(package: str) -> str:
     with suppress(ImportError):  # no metadata, or `packaging` is not installed
         from packaging.requirements import Requirement
 
-        wanted, found = Requirement(_declared(package)), importlib.metadata.version(package)
-        if not wanted.specifier.contains(found, prereleases=True):
-            return f"{package} than {found}: {pip_install(package)}"
+        requirement, current = Requirement(_declared(package)), importlib.metadata.version(package)
+        if not requirement.specifier.contains(current, prereleases=True):
+            return f"{package} than {current}: {pip_install(package)}"
     return ""
 
 
@@ -68,11 +68,11 @@ def pip_install(package: str) -> str:
 def _declared(package: str) -> str:
     """A package with the versions that halfbyte declares, such as `name<6,>=5.4`; its name alone if there are none."""
     try:
-        declared = importlib.metadata.requires("halfbyte") or []
+        requirements = importlib.metadata.requires("halfbyte") or []
     except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
-        declared = []
-    wanted = (line.partition(";")[0].strip() for line in declared)
-    return next((w for w in wanted if re.split("[^a-z]", w)[0] == package), package)
+        requirements = []
+    names = (line.partition(";")[0].strip() for line in requirements)
+    return next((w for w in names if re.split("[^a-z]", w)[0] == package), package)
 
 
 _WARNED: set[str] = set()

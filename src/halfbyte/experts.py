@@ -76,10 +76,10 @@ class QuantExperts(QuantLayer):
 
 def mlp(up: QuantExperts, down: QuantExperts, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """down(up(x, ids), ids, gates), in one call unless a gradient is needed, code is compiled, or the modules have hooks."""
-    compiled, watched = torch.compiler.is_compiling(), any(map(_is_watched, (up, down)))
-    if up.activation is None or compiled or watched or (torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)):
-        mixed: torch.Tensor = down(up(x, ids), ids, gates)
-        return mixed
+    compiling, has_hooks = torch.compiler.is_compiling(), any(map(_is_watched, (up, down)))
+    if up.activation is None or compiling or has_hooks or (torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)):
+        out: torch.Tensor = down(up(x, ids), ids, gates)
+        return out
     first, last = (Projection([*m.weight.parts().values()], m.format_name, m._bias()) for m in (up, down))
     return experts_mlp(x, first, last, ids, gates, up.activation)
 

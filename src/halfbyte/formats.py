@@ -193,8 +193,8 @@ class Format:
 
     def group_size(self, last: int) -> int:
         """Consecutive elements of a last axis of length `last` that share a scale; all of them unless the format has groups."""
-        grouped = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None
-        return self.scale.group if grouped else last  # type: ignore[union-attr, return-value]
+        in_groups = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None
+        return self.scale.group if in_groups else last  # type: ignore[union-attr, return-value]
 
     def check_shape(self, shape: Shape, name: str = "x") -> None:
         """Raise `InvalidArgument` when a tensor of this shape cannot be stored; the message lists what would fit."""
@@ -352,11 +352,11 @@ def key_format(name: str | Format, argument: str = "keys") -> Format:
 
 def value_format(name: str | Format, argument: str = "values") -> Format:
     """The format of this name for values; per-channel formats are for keys only."""
-    found = _lookup(KV_FORMATS, name, argument)
-    if found.token_block:
+    fmt = _lookup(KV_FORMATS, name, argument)
+    if fmt.token_block:
         fits = ", ".join(n for n, f in KV_FORMATS.items() if not f.token_block)
-        raise InvalidArgument(f"{argument}={found.name!r} is for keys only; choose one of: {fits}")
-    return found
+        raise InvalidArgument(f"{argument}={fmt.name!r} is for keys only; choose one of: {fits}")
+    return fmt
 
 
 def weight_format(name: str | Format, argument: str = "weights") -> Format:
@@ -370,12 +370,12 @@ def check_window(sink_tokens: int, recent_tokens: int, keys: Format, values: For
         integer(name, count, 0, 2**31 - 1, "a number of tokens, 0 or more")
     if not sink_tokens and not recent_tokens:
         return
-    given = f"sink_tokens={sink_tokens}, recent_tokens={recent_tokens}"
-    check(sink_tokens + recent_tokens <= capacity, f"{given}: more than the capacity of {capacity} tokens; make the cache larger")
+    window = f"sink_tokens={sink_tokens}, recent_tokens={recent_tokens}"
+    check(sink_tokens + recent_tokens <= capacity, f"{window}: more than the capacity of {capacity} tokens; make the cache larger")
     for name, fmt in (("keys", keys), ("values", values)):
-        check(fmt.is_quantized, f"{given}: {name}={fmt.name!r} is a 16-bit format; choose a quantized one, or leave them out")
+        check(fmt.is_quantized, f"{window}: {name}={fmt.name!r} is a 16-bit format; choose a quantized one, or leave them out")
         if fmt.token_block:
             raise Unsupported(
-                f"{given}: {name}={fmt.name!r} quantizes {fmt.token_block} tokens at once, and tokens leave the window one by one; "
-                f"choose a format that is not per channel, or leave them out"
+                f"{window}: {name}={fmt.name!r} quantizes {fmt.token_block} tokens at once, and tokens leave the window one by "
+                f"one; choose a format that is not per channel, or leave them out"
             )

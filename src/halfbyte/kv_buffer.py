@@ -107,8 +107,8 @@ class KVBuffer:
         lengths = lengths.long().unsqueeze(1)
         first, ring = self.coded(lengths), max(self.ring, 1)
         token = torch.where(row < self.sink_tokens, row, first + (row - self.sink_tokens - first) % ring)
-        held = (token < lengths) & ((row < self.sink_tokens) | (token >= self.sink_tokens))
-        return token.masked_fill(~held, -1)
+        in_tail = (token < lengths) & ((row < self.sink_tokens) | (token >= self.sink_tokens))
+        return token.masked_fill(~in_tail, -1)
 
     def select(self, index: torch.Tensor) -> KVBuffer:
         """A copy of the sequences `index` of a contiguous buffer, per-tensor scale and `saturated` included."""
@@ -304,8 +304,8 @@ def new_kv_buffer(
 
 def check_buffers(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page_table: torch.Tensor | None) -> None:
     """Raise unless `KVCache.from_buffers` can take these."""
-    for name, given in (("keys", keys), ("values", values)):
-        check(isinstance(given, KVBuffer), f"{name} is a {type(given).__name__}; expected a KVBuffer")
+    for name, side in (("keys", keys), ("values", values)):
+        check(isinstance(side, KVBuffer), f"{name} is a {type(side).__name__}; expected a KVBuffer")
     check(isinstance(lengths, torch.Tensor), f"lengths is a {type(lengths).__name__}; expected a tensor int32 [B]")
     check(
         lengths.dtype is torch.int32 and lengths.ndim == 1, f"lengths is {lengths.dtype} {list(lengths.shape)}; expected int32 [B]"
@@ -345,23 +345,25 @@ def _check_buffer(name: str, buffer: KVBuffer, batch: int) -> None:
         expected["tail"] = ((batch, buffer.heads, fmt.token_block, buffer.dim), tail_type)
     for part in ("codes", "scales", "offsets", "tail"):
         t = getattr(buffer, part)
-        found = "missing" if t is None else f"{t.dtype} {list(t.shape)}"
+        actual = "missing" if t is None else f"{t.dtype} {list(t.shape)}"
         if part not in expected:
             check(t is None, f"{name}.{part} was given, but {fmt} stores none")
             continue
         want, dtype = expected[part]
         check(
             t is not None and tuple(t.shape) == want and t.dtype is dtype and t.device == buffer.codes.device,
-            f"{name}.{part} is {found}; {fmt} needs {dtype} {list(want)} on {buffer.codes.device}",
+            f"{name}.{part} is {actual}; {fmt} needs {dtype} {list(want)} on {buffer.codes.device}",
         )
 
 
 def expanded(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> str:
     """The name of a tensor with a stride of 0, whose elements share memory and cannot be written; "" for none."""
-    named = {"lengths": lengths} | {
+    by_name = {"lengths": lengths} | {
         f"{name}.{part}": t
         for name, buffer in (("keys", keys), ("values", values))
         for part, t in zip(("codes", "scales", "offsets", "tail"), buffer.tensors(), strict=True)
         if t is not None
     }
-    return next((name for name, t in named.items() if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))), "")
+    return next(
+        (name for name, t in by_name.items() if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))), ""
+    )

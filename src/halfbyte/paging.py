@@ -97,14 +97,14 @@ class PagedKVCache(KVCache):
             self._write_table(before)
             rotated = super()._append(call, signature)
         except BaseException:
-            for sequence, held in before.items():
-                self._held[sequence] = held
+            for sequence, pages in before.items():
+                self._held[sequence] = pages
             self._recount()
             raise
-        shared = any(held and self._holders[held[-1]] > 1 for held in self._held)
-        unpaged = self.keys.recent_tokens
-        room = (len(held) * self.page_size + unpaged - n for held, n in zip(self._held, self._tokens, strict=True))
-        self._spare = 0 if shared else min(room, default=0)
+        is_shared = any(pages and self._holders[pages[-1]] > 1 for pages in self._held)
+        recent = self.keys.recent_tokens
+        room = (len(pages) * self.page_size + recent - n for pages, n in zip(self._held, self._tokens, strict=True))
+        self._spare = 0 if is_shared else min(room, default=0)
         return rotated
 
     def reset(self) -> None:
@@ -123,10 +123,10 @@ class PagedKVCache(KVCache):
         """As `KVCache.reorder`, without copying pages: equal sequences share them."""
         index = self._index(index)
         check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}")
-        chosen = index.tolist()
+        sources = index.tolist()
         with self._changing():
-            self._held = [list(self._held[i]) for i in chosen]
-            self._tokens = [self._tokens[i] for i in chosen]
+            self._held = [list(self._held[i]) for i in sources]
+            self._tokens = [self._tokens[i] for i in sources]
             self._recount()
             for t in (self.keys.tail, self.values.tail, self.lengths):
                 if t is not None:
@@ -148,20 +148,20 @@ class PagedKVCache(KVCache):
 
     def _lacks_room(self, sequence: int, count: int) -> bool:
         """Whether `count` more tokens of a sequence need a new page, or a copy of a shared page."""
-        held, total = self._held[sequence], self._tokens[sequence] + count
-        return self._in_pages(total) > len(held) * self.page_size or bool(held and self._holders[held[-1]] > 1)
+        pages, total = self._held[sequence], self._tokens[sequence] + count
+        return self._in_pages(total) > len(pages) * self.page_size or bool(pages and self._holders[pages[-1]] > 1)
 
     def _make_room(self, sequence: int, count: int) -> None:
         """Allocate pages for `count` more tokens of a sequence; its last page is copied if it is shared."""
-        held, used, total = self._held[sequence], self._tokens[sequence], self._tokens[sequence] + count
+        pages, tokens, total = self._held[sequence], self._tokens[sequence], self._tokens[sequence] + count
         if total > self.capacity:
             return  # the append itself refuses, with the numbers
-        if count and self._in_pages(used) % self.page_size and self._holders[held[-1]] > 1:
-            shared, held[-1] = held[-1], self._take(sequence)
-            self._holders[shared] -= 1
-            self._copy_page(shared, held[-1])
-        while len(held) * self.page_size < self._in_pages(total):
-            held.append(self._take(sequence))
+        if count and self._in_pages(tokens) % self.page_size and self._holders[pages[-1]] > 1:
+            source, pages[-1] = pages[-1], self._take(sequence)
+            self._holders[source] -= 1
+            self._copy_page(source, pages[-1])
+        while len(pages) * self.page_size < self._in_pages(total):
+            pages.append(self._take(sequence))
 
     def _take(self, sequence: int) -> int:
         if not self._free:
@@ -181,13 +181,13 @@ class PagedKVCache(KVCache):
 
     def _keep(self, tokens: list[int]) -> None:
         self._tokens = tokens
-        self._held = [held[: -(-self._in_pages(n) // self.page_size)] for held, n in zip(self._held, tokens, strict=True)]
+        self._held = [pages[: -(-self._in_pages(n) // self.page_size)] for pages, n in zip(self._held, tokens, strict=True)]
         self._recount()
 
     def _recount(self) -> None:
         """Count the holders of each page again, and free pages without one."""
         self._holders = [0] * len(self._holders)
-        for page in (page for held in self._held for page in held):
+        for page in (page for pages in self._held for page in pages):
             self._holders[page] += 1
         self._free = [page for page in reversed(range(len(self._holders))) if not self._holders[page]]
         self._spare = 0

@@ -25,10 +25,10 @@ def shipped_model() -> Path:
     """The folder of the small trained model: of this checkout, or of the distribution halfbyte-demo. Raises `MissingPackage`."""
     folder = Path(__file__).parent / "data" / "tiny"
     if not folder.is_dir():
-        found = find_spec("halfbyte_demo")
-        if found is None or found.origin is None:
+        spec = find_spec("halfbyte_demo")
+        if spec is None or spec.origin is None:
             raise MissingPackage("the demo model is not installed; in a checkout of halfbyte: pip install ./demo")
-        folder = Path(found.origin).parent / "tiny"
+        folder = Path(spec.origin).parent / "tiny"
     return folder
 
 
@@ -137,14 +137,14 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)
     while True:
-        made = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
-        lock = _lock(made, wait=True)
-        if made.exists():  # else another process found it before it was locked
+        folder = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
+        lock = _lock(folder, wait=True)
+        if folder.exists():  # else another process found it before it was locked
             break
     try:
-        yield made
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 

@@ -69,8 +69,8 @@ class QuantTensor:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The stored tensors by name; `QuantTensor(format, shape, **parts)` is the inverse."""
-        named = {name: getattr(self, name) for name in PARTS}
-        return {name: part for name, part in named.items() if part is not None}
+        by_name = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in by_name.items() if part is not None}
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on another device."""

@@ -35,7 +35,7 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
             themselves in 16 bits
 
     Without it such a forward attends in 16 bits, so the perplexity of `model(window).logits` says nothing about a KV format.
-    Inference only. Right padding works. Several texts in one row are told apart as transformers does: without a mask, wherever
+    Inference only. Right padding works. Several texts in one row are separated as in transformers: without a mask, wherever
     `position_ids` do not go on by 1; each is read through a cache of its own. Outputs other than logits, last_hidden_state and the
     loss are those of the last chunk.
     """
@@ -106,10 +106,10 @@ class _Forward:
         options = {**kwargs, "use_cache": True, "return_dict": True}
         texts = _texts(input_ids, kwargs.get("position_ids")) if attention_mask is None else None
         if texts is None:
-            if any(kwargs.get(name) is not None for name in _TEXT_BOUNDS):
+            if bounds := [name for name in _TEXT_BOUNDS if kwargs.get(name) is not None]:
                 raise Unsupported(
-                    f"{', '.join(name for name in _TEXT_BOUNDS if kwargs.get(name) is not None)}: packed_forwards tells the texts "
-                    f"of a row apart by position_ids that start again; pass those, and no attention_mask"
+                    f"{', '.join(bounds)}: packed_forwards separates the texts of a row by position_ids that start again; "
+                    f"pass those, and no attention_mask"
                 )
             last = _joined(self._chunks(input_ids, _left(attention_mask), keep, **options), 1)
         else:

@@ -125,9 +125,9 @@ def _tokens(
         return (t if t.ndim == 2 else t.transpose(1, 2))[sequence, i]
 
     if buffer.scales is None:
-        stored = x.to(buffer.codes.dtype)
-        check_finite(stored, f"{name} rounded to {buffer.format.name}")
-        return [partial(_scatter, buffer.codes, index, picked(stored))]
+        rows = x.to(buffer.codes.dtype)
+        check_finite(rows, f"{name} rounded to {buffer.format.name}")
+        return [partial(_scatter, buffer.codes, index, picked(rows))]
     x = x.float()
     if buffer.format.granularity == "tensor":
         return _fixed_scale(buffer, x, index, picked, x if measured is None else measured)
@@ -145,13 +145,15 @@ def _fixed_scale(
 ) -> list[Write]:
     """A per-tensor scale of 0 is not calibrated yet. The first append sets it; later values beyond it saturate and are counted."""
     assert buffer.scales is not None
-    found, _ = measure(measured, buffer.format)
-    known = torch.where(buffer.scales == 0, found * (measured.abs().amax() > 0), buffer.scales)  # zeros do not calibrate it
-    check_range(known, None, buffer.format)
-    scale = known.clamp_min(MIN_SCALE)
+    measured_scale, _ = measure(measured, buffer.format)
+    all_scales = torch.where(
+        buffer.scales == 0, measured_scale * (measured.abs().amax() > 0), buffer.scales
+    )  # zeros do not calibrate it
+    check_range(all_scales, None, buffer.format)
+    scale = all_scales.clamp_min(MIN_SCALE)
     beyond = ((x / scale.float()).round().abs() > buffer.format.code.reach).sum()
     writes: list[Write] = [
-        partial(buffer.scales.copy_, known),
+        partial(buffer.scales.copy_, all_scales),
         partial(_scatter, buffer.codes, index, picked(encode(x, scale, None, buffer.format))),
     ]
     return writes if buffer.saturated is None else [*writes, partial(buffer.saturated.add_, beyond)]
@@ -172,15 +174,15 @@ def _leaving_tokens(
     position = first + torch.arange(ring + count, device=x.device)  # [B, run]
     rows = torch.arange(batch, device=x.device).unsqueeze(1)
     in_ring = (sinks + position % max(ring, 1)).clamp_max(tail.shape[2] - 1)
-    held, added = tail.transpose(1, 2)[rows, in_ring], new.transpose(1, 2)[rows, (position - before).clamp(0, count - 1)]
-    run = torch.where((position < before)[..., None, None], held, added).transpose(1, 2)  # [B, H, run, D]
+    old, fresh_rows = tail.transpose(1, 2)[rows, in_ring], new.transpose(1, 2)[rows, (position - before).clamp(0, count - 1)]
+    run = torch.where((position < before)[..., None, None], old, fresh_rows).transpose(1, 2)  # [B, H, run, D]
     leaving = (position >= sinks) & (position < end)
     run = run.masked_fill(~leaving[:, None, :, None], 0)
     writes = _tokens(buffer, run, leaving, first.squeeze(1), page_table, name, measured=x.float())
 
     token = before + torch.arange(count, device=x.device)  # [B, L]
-    kept = fresh & ((token < sinks) | (token >= end))
-    sequence, i = kept.nonzero(as_tuple=True)
+    to_quantize = fresh & ((token < sinks) | (token >= end))
+    sequence, i = to_quantize.nonzero(as_tuple=True)
     at = token[sequence, i]
     at = torch.where(at < sinks, at, sinks + at % max(ring, 1))
     return [*writes, partial(_scatter, tail, (sequence, at), new.transpose(1, 2)[sequence, i])]

@@ -63,11 +63,11 @@ def attend(
     Query heads that share a KV head read its keys and values without a copy.
     """
     batch, kv_heads, count, _ = k.shape
-    shared = q.shape[1] // kv_heads * q.shape[2]  # queries of a KV head: (Hq / Hkv) * L
+    rows = q.shape[1] // kv_heads * q.shape[2]  # queries of a KV head: (Hq / Hkv) * L
     queries = query_start.view(-1, 1, 1, 1) + torch.arange(q.shape[2], device=q.device).view(1, 1, -1, 1)
     tokens = torch.arange(k.shape[2], device=q.device).view(1, 1, 1, -1)
 
-    s = (q.reshape(batch, kv_heads, shared, q.shape[-1]) @ k.mT).view(*q.shape[:3], count) * options.sm_scale  # [B, Hq, L, T]
+    s = (q.reshape(batch, kv_heads, rows, q.shape[-1]) @ k.mT).view(*q.shape[:3], count) * options.sm_scale  # [B, Hq, L, T]
     if options.softcap is not None:
         s = options.softcap * torch.tanh(s / options.softcap)
     if options.alibi_slopes is not None:
@@ -79,18 +79,18 @@ def attend(
     if options.sinks is not None:
         total = torch.logaddexp(lse, options.sinks.to(s.dtype).view(1, -1, 1).expand_as(lse))
     p = torch.exp(s - total.masked_fill(total == -torch.inf, 0).unsqueeze(-1))
-    out = p.view(batch, kv_heads, shared, count) @ v
+    out = p.view(batch, kv_heads, rows, count) @ v
     return out.view(*q.shape[:3], v.shape[-1]), lse
 
 
 def visible(queries: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Which keys each query sees: queries [B, 1, L, 1] and tokens [1, 1, 1, T] are positions; bool [B, 1, L, T]."""
-    seen = (tokens <= queries) & (tokens < options.limit(lengths).view(-1, 1, 1, 1))
+    mask = (tokens <= queries) & (tokens < options.limit(lengths).view(-1, 1, 1, 1))
     if options.window is not None:
-        seen = seen & (tokens > queries - options.window)
+        mask = mask & (tokens > queries - options.window)
     if options.starts is not None:
-        seen = seen & (tokens >= options.starts.view(-1, 1, 1, 1))
-    return seen
+        mask = mask & (tokens >= options.starts.view(-1, 1, 1, 1))
+    return mask
 
 
 def oldest_visible(query_start: torch.Tensor, options: AttentionOptions) -> torch.Tensor:

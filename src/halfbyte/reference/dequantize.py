@@ -88,10 +88,10 @@ def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Te
 def expert_scales(q: QuantTensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
     """`block_scales` of one matrix of a stack [E, N, K]."""
     assert q.scales is not None
-    stored = q.scales[expert]
+    raw = q.scales[expert]
     if q.nested is not None:
-        return _unnested(stored, expert * stored.numel(), q.nested, q.format, dtype)
-    return plain_scales(stored, q.format, None if q.tensor_scale is None else q.tensor_scale[expert], dtype)
+        return _unnested(raw, expert * raw.numel(), q.nested, q.format, dtype)
+    return plain_scales(raw, q.format, None if q.tensor_scale is None else q.tensor_scale[expert], dtype)
 
 
 def _unnested(stored: torch.Tensor, first: int, nested: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
