@@ -14,12 +14,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("halfbyte needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.ready-%: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV): minutes, and several GB with torch's CUDA build; PIP_EXTRA_INDEX_URL of README's Install takes the CPU build"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' -e ./lab
 	touch $@
 
-demo: $(VENV)/.ready-all   ## the main job on the shipped model: table, texts, HTML report
+demo: $(VENV)/.ready-hf   ## the main job on the shipped model: table, texts, HTML report
 	$(BIN)/halfbyte demo
 
 # The interpreter replaces Triton's compiler in a whole process, so its tests have one of their own. The tuned kernels, which it cannot
@@ -79,11 +79,11 @@ $(ORACLES)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 oracle-test: $(ORACLES)/.ready ## layers packed by AutoRound, bitsandbytes, compressed-tensors, GPTQModel and torchao against their own values
-	PYTHONPATH=.:tests $(ORACLES)/bin/python -m pytest -W ignore tests/oracles
+	PYTHONPATH=tests $(ORACLES)/bin/python -m pytest -W ignore tests/oracles
 
 # Rows of tests/trust/programme.py, of which `make test` takes the first seeds; those that need a GPU run where there is one.
 trust: $(VENV)/.ready-test ## the programme of drawn calls, damaged files, kills and soaks, for hours; goes on where it stopped
-	PYTHONPATH=src:. $(BIN)/python tests/trust/run.py
+	PYTHONPATH=src:lab/src:. $(BIN)/python tests/trust/run.py
 
 # Corners of the versions that pyproject.toml allows, each with an environment of its own: for a nightly job. CI runs the pins.
 versions: $(VENV)/.ready-test  ## the suite with other versions of Python, torch, transformers and Triton; several GB each
@@ -98,8 +98,8 @@ operators: $(VENV)/.ready-test  ## swap operators anywhere in chosen files: a sc
 compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and sm_100, without a GPU, and look for spills
 	$(BIN)/python scripts/compile_check.py
 
-# On a machine with a GPU nothing is installed: PYTHON has torch, triton, pytest, pytest-timeout and hypothesis, and sees src/.
-ON_GPU := PYTHONPATH=src:tests HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+# On a machine with a GPU nothing is installed: PYTHON has torch, triton, pytest, pytest-timeout and hypothesis, and sees both sources.
+ON_GPU := PYTHONPATH=src:lab/src:tests HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 
 # Compiling takes most of the time: the drawn calls use all cores by themselves, the other tests with pytest-xdist, if it is there.
 # Huge caches need most of the memory of a GPU of 80 GB, so they run alone; mixtures take 12 GB a process.
@@ -117,10 +117,10 @@ gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
 	done
 
 gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl
-	PYTHONPATH=src:. $(PYTHON) -m benchmarks all --output results/gpu.jsonl
+	PYTHONPATH=src:lab/src $(PYTHON) -m halfbyte_lab all --output results/gpu.jsonl
 
-study: $(VENV)/.ready-all  ## one study of benchmarks/ with NAME=...; without a name they are listed
-	$(BIN)/python -m benchmarks study $(NAME)
+study: $(VENV)/.ready-hf  ## one study with NAME=...; without a name they are listed
+	$(BIN)/python -m halfbyte_lab study $(NAME)
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .
@@ -139,7 +139,7 @@ docs: $(VENV)/.ready-docs  ## generate tables, charts and references, count word
 docs-serve: $(VENV)/.ready-docs  ## serve the site on this machine, built again on every change
 	$(BIN)/mkdocs serve
 
-bench: $(VENV)/.ready-all  ## time what exists on this machine
+bench: $(VENV)/.ready-hf  ## time what exists on this machine
 	$(BIN)/halfbyte bench decode
 	$(BIN)/halfbyte bench linear
 
@@ -147,12 +147,13 @@ pins:          ## write constraints.txt again from what is installed
 	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//'; } > .pins && mv .pins constraints.txt
 
 size:          ## the size of every source file, largest first
-	@find src -name '*.py' | xargs wc -l | sort -rn
+	@find src lab -name '*.py' | xargs wc -l | sort -rn
 
-# The sdist holds both distributions; the model's wheel is built from here alone.
-wheel: $(VENV)/.ready-dev  ## sdist and wheels of halfbyte and of its demo model in dist/, checked
+# The sdist holds every distribution; the wheels of the laboratory and of the model are built from here alone.
+wheel: $(VENV)/.ready-dev  ## sdist and wheels of halfbyte, its laboratory and its demo model in dist/, checked
 	rm -rf dist
 	$(BIN)/python -m build
+	$(BIN)/python -m build --wheel --outdir dist lab
 	$(BIN)/python -m build --wheel --outdir dist demo
 	$(BIN)/python -m twine check --strict dist/*
 

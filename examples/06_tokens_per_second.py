@@ -15,8 +15,8 @@ import copy
 from pathlib import Path
 
 from halfbyte.device import describe
-from halfbyte.hf.model_step import SIZES, Formats, Steps, load, measure, of_sizes
-from halfbyte.measure.records import append
+from halfbyte_lab.measure.records import append
+from halfbyte_lab.model_step import SIZES, Formats, Steps, load, measure, of_sizes
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="demo")

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part of the package
-
 import make_tables as tables
 from docgen import crossovers, first_hour, formats, hero, performance, reference, summary, trust
 from docgen.figures import FIGURES

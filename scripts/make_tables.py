@@ -11,14 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import linear_baselines, linear_targets, literature, qkv_cases, studies, targets
-from benchmarks.report_sections import of_study
-from benchmarks.studies import QUESTIONS
 from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
 from halfbyte.evals.legend import HEADERS, format_rows
-from halfbyte.measure import charts, compare, records, tables
-from halfbyte.measure.page import by_machine
-from halfbyte.measure.records import Record
+from halfbyte_lab import studies
+from halfbyte_lab.cases import linear_baselines, linear_targets, literature, qkv_cases, targets
+from halfbyte_lab.cases.report_sections import of_study
+from halfbyte_lab.measure import charts, compare, records, tables
+from halfbyte_lab.measure.page import by_machine
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.studies import QUESTIONS
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ROOT / "results" / "families.jsonl"
@@ -310,7 +311,7 @@ def study_records(name: str) -> list[Record]:
 
 
 def _marked(r: Record) -> Record:
-    """Those of `python -m benchmarks qkv` belong to a study, and earlier ones do not say so."""
+    """Those of `python -m halfbyte_lab qkv` belong to a study, and earlier ones do not say so."""
     return replace(r, study="fused-qkv") if r.op in (qkv_cases.OP, qkv_cases.FUSED_OP) else r
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.measure.checks import attention_accuracy, eager_attention, float64_attention, linear_accuracy
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.measure.checks import attention_accuracy, eager_attention, float64_attention, linear_accuracy
 
 __all__ = [
     "attention_accuracy",

@@ -55,7 +55,7 @@ def pinned() -> None:
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--quick` with next to no repeats, of two copies of what is read: what is measured does not matter here."""
-    from halfbyte.measure import session, timing
+    from halfbyte_lab.measure import session, timing
 
     monkeypatch.setattr(timing, "copies_beyond_l2", lambda nbytes, l2_bytes, at_most: 2)
     monkeypatch.setattr(session, "QUICK", timing.Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0))

@@ -16,11 +16,13 @@ import torch
 
 import halfbyte
 from halfbyte import cli, hf, memory, settings
-from halfbyte.cli import bench_model, inspect, models
+from halfbyte.cli import inspect, models
 from halfbyte.cli.shared import human_bytes
 from halfbyte.doctor import diagnose
 from halfbyte.errors import InvalidArgument, MissingPackage, require
-from halfbyte.measure import records
+from halfbyte.evals.environment import Environment
+from halfbyte_lab import bench_model
+from halfbyte_lab.measure import records
 
 
 def run(*arguments: str) -> int:
@@ -85,14 +87,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "model", "--values", "int4_channel"], "values='int4_channel' is for keys only"),
         (["bench", "model", "./no-such-folder"], "there is no folder"),
         (["bench", "model", "-o", "."], "--output '.' is a folder"),
-        (["bench", "peers", "--measure"], "`python -m benchmarks baselines` now"),
-        (["bench", "study", "memory", "-o", "."], "`python -m benchmarks study` now"),
-        (["bench", "all"], "`python -m benchmarks all` now"),
-        (["bench", "qkv", "--weights", "x"], "`python -m benchmarks qkv` now"),
-        (["tune", "--quick"], "`halfbyte tune` is `python -m benchmarks tune` now"),
-        (["bench", "overhead"], "`python -m benchmarks overhead` now"),
-        (["bench", "decode", "--bars"], "`python -m benchmarks decode`"),
-        (["bench", "linear", "--bars"], "`python -m benchmarks linear`"),
         (["bench", "linear", "-o", "."], "--output '.' is a folder"),
         (["bench", "linear", "-o", "/proc/no/file"], "--output '/proc/no/file' cannot be written"),
         (["bench", "linear", "--html", "/dev/null"], "--html '/dev/null' is no ordinary file"),
@@ -295,7 +289,7 @@ def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.Cap
     assert run("bench", "roofline", "--mib", "1", "--device", "cpu") == 0
     assert "Rooflines at 1 MiB: read " in capsys.readouterr().out
     before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    where = records.Environment("a CPU", "", 1, {}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
+    where = Environment("a CPU", "", 1, {}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
     for file, seconds in ((before, 1e-3), (after, 2e-3)):
         records.append(file, [records.Record("linear", {"M": 1}, "nf4", "halfbyte cpu", 1, where, seconds, seconds, seconds)])
     assert run("bench", "compare", str(before), str(before)) == 0
@@ -390,7 +384,8 @@ def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> N
 def test_what_is_known_before_a_model_is_loaded_is_checked_before(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for loads in ("halfbyte.evals.model.load", "halfbyte.hf.load", "halfbyte.hf.extract.load_layer", "halfbyte.hf.model_step.load"):
+    loaders = ("halfbyte.evals.model.load", "halfbyte.hf.load", "halfbyte_lab.extract.load_layer", "halfbyte_lab.model_step.load")
+    for loads in loaders:
         monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("a model was loaded"))
     assert run(*arguments) == 1
     said = capsys.readouterr().err

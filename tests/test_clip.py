@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.evals.heads import recorded_heads
 from halfbyte.evals.model import load
 from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS, Format
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
+from halfbyte_lab.evals.heads import recorded_heads
 
 CLIPPED = {name: fmt for name, fmt in KV_FORMATS.items() if fmt.clip < 1}
 

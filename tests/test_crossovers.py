@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from halfbyte.device import H200
+from halfbyte.evals.environment import Environment
 from halfbyte.formats import key_format, value_format, weight_format
-from halfbyte.measure.records import Environment, Record
 from halfbyte.plans.crossovers import (
     ATTENTION,
     LINEAR,
@@ -25,6 +25,7 @@ from halfbyte.plans.crossovers import (
     sizes_of,
 )
 from halfbyte.plans.explain import explanation, linear_explanation
+from halfbyte_lab.measure.records import Record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 

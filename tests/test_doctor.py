@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import json
 import re
+import sys
 
 import pytest
 
@@ -37,14 +38,15 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
 
     def version(name: str) -> str:
-        if name in ("transformers", "matplotlib"):
+        if name == "transformers":
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "halfbyte_lab", None)
     notes = doctor.diagnose().notes
     assert any(re.search(r"transformers is not installed; .*: pip install 'transformers<[\d.]+,>=[\d.]+'$", n) for n in notes)
-    assert any("matplotlib is not installed" in n and n.endswith("pip install 'matplotlib>=3.8'") for n in notes)
+    assert any(re.search(r"the laboratory is not installed; .*: pip install \./lab$", n) for n in notes)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("driver too old"), OSError("no"), SystemExit(3), MemoryError()])

@@ -22,10 +22,9 @@ import tiny_models
 from halfbyte import cli
 from halfbyte.device import describe
 from halfbyte.errors import CheckpointError, InvalidArgument
-from halfbyte.evals import demo
 from halfbyte.evals import model as models
 from halfbyte.evals.choices import SAFE, caches
-from halfbyte.evals.present import add_results, append_records, by_model, merged, model_table, write_report
+from halfbyte.evals.present import append_records, verdict
 from halfbyte.evals.quality import (
     Quality,
     Setting,
@@ -39,11 +38,12 @@ from halfbyte.evals.quality import (
     weight_bytes,
 )
 from halfbyte.evals.text import ByteTokenizer, heldout_text, load_tokenizer, windows
-from halfbyte.evals.verdict import cards, verdict
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 from halfbyte.hf.model_support import half_type
 from halfbyte.paths import shipped_model
-from halfbyte.report import Report
+from halfbyte_lab.evals import demo
+from halfbyte_lab.evals.pages import add_results, by_model, cards, merged, model_table, write_report
+from halfbyte_lab.report import Report
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.measure import records
+from halfbyte_lab.measure import records
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {

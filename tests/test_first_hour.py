@@ -29,7 +29,7 @@ import pytest
 
 from browser import picture, terminal
 from halfbyte.device import describe
-from halfbyte.measure.records import environment
+from halfbyte.evals.environment import environment
 from halfbyte.paths import append_line, shipped_model
 
 transformers = pytest.importorskip("transformers")

@@ -15,10 +15,10 @@ import tiny_models
 from halfbyte import hf
 from halfbyte.errors import Unsupported
 from halfbyte.evals import model as models
-from halfbyte.evals.heads import recorded_heads
-from halfbyte.evals.outliers import PROFILES, Outliers, with_outliers
 from halfbyte.evals.quality import Setting, evaluate
 from halfbyte.evals.text import heldout_text, windows
+from halfbyte_lab.evals.heads import recorded_heads
+from halfbyte_lab.evals.outliers import PROFILES, Outliers, with_outliers
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
-"""What is released: two wheels from one checkout, the library's and the demo model's."""
+"""What is released: wheels from one checkout, of the library, its laboratory and the demo model."""
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -19,7 +21,9 @@ from halfbyte.errors import MissingPackage
 from halfbyte.vllm import names
 
 ROOT = Path(__file__).parents[1]
-LIBRARY, DEMO = (tomllib.loads((ROOT / name).read_text()) for name in ("pyproject.toml", "demo/pyproject.toml"))
+LIBRARY, LABORATORY, DEMO = (
+    tomllib.loads((ROOT / name).read_text()) for name in ("pyproject.toml", "lab/pyproject.toml", "demo/pyproject.toml")
+)
 
 
 def test_the_wheel_is_small_and_the_model_is_in_the_other_one() -> None:
@@ -54,9 +58,44 @@ def test_a_release_says_where_the_project_lives(address: str, monkeypatch: pytes
         assert (ROOT / place).exists()
 
 
+ALONE = """
+import os, sys, torch, transformers
+sys.modules["halfbyte_lab"] = None  # as where it is not installed
+import halfbyte
+from halfbyte.cli import main
+
+config = transformers.LlamaConfig(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64
+)
+model = halfbyte.hf.quantize(transformers.LlamaForCausalLM(config).eval(), weights="int4_g32", keys="int8", values="int8")
+ids = torch.arange(8).reshape(1, 8)
+print(model.generate(ids, max_new_tokens=4, do_sample=False).shape[1])
+halfbyte.hf.save(model, sys.argv[1])
+print(halfbyte.hf.load(sys.argv[1]).generate(ids, max_new_tokens=4, do_sample=False).shape[1])
+assert not [name for name in sys.modules if name.split(".")[0] == "halfbyte_lab" and sys.modules[name]]
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("command", [["bench", "linear", "--quick"], ["demo"], ["eval", "demo", "--html", "page.html"]])
+def test_the_library_alone_quantizes_generates_and_says_what_the_laboratory_is_for(command: list[str], tmp_path: Path) -> None:
+    path = {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "saved"), *command],
+        cwd=tmp_path,
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["12", "12"], done.stderr
+    assert done.returncode == 1
+    assert re.search(r"^halfbyte: .* needs halfbyte's laboratory; .*: pip install \./lab$", done.stderr, re.MULTILINE)
+
+
 def test_versions_agree() -> None:
     version = LIBRARY["project"]["version"]
-    assert DEMO["project"]["version"] == version
+    assert DEMO["project"]["version"] == LABORATORY["project"]["version"] == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
 

@@ -14,11 +14,11 @@ import torch
 
 from browser import CHROMIUM
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals.demo import PROMPT
 from halfbyte.evals.model import load, write
-from halfbyte.evals.playground import HOST, Asked, Playground, bind, form, serve
 from halfbyte.evals.quality import Setting
-from halfbyte.report import Report
+from halfbyte_lab.evals.demo import PROMPT
+from halfbyte_lab.evals.playground import HOST, Asked, Playground, bind, form, serve
+from halfbyte_lab.report import Report
 
 #: Where pictures of the page are kept.
 PICTURES = Path(__file__).parents[1] / "build" / "playground"

@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from halfbyte.errors import InvalidArgument, MissingPackage
-from halfbyte.measure import charts
-from halfbyte.measure.charts import Point, bars, lines, scatter
-from halfbyte.measure.labels import Box, place_labels
-from halfbyte.report import Report
+from halfbyte_lab.measure import charts
+from halfbyte_lab.measure.charts import Point, bars, lines, scatter
+from halfbyte_lab.measure.labels import Box, place_labels
+from halfbyte_lab.report import Report
 
 SCRIPT = "<script>alert('x')</script>"
 POINTS = [

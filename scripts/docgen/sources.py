@@ -1,4 +1,4 @@
-"""Where generated text comes from. The only lines of `docgen` that know where the benchmarks and the programme of tests live."""
+"""Where generated text comes from. The only lines of `docgen` that know where the laboratory and the programme of tests live."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import make_tables as tables
 
-from benchmarks.studies import QUESTIONS, int4_gqa, int8_granularity
-from benchmarks.studies.accuracy import QUALITY
-from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
-from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 from halfbyte.formats import key_format
-from halfbyte.measure.page import by_machine
-from halfbyte.measure.records import Record, read
 from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import WEIGHTS
+from halfbyte_lab.measure.page import by_machine
+from halfbyte_lab.measure.records import Record, read
+from halfbyte_lab.studies import QUESTIONS, int4_gqa, int8_granularity
+from halfbyte_lab.studies.accuracy import QUALITY
+from halfbyte_lab.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
+from halfbyte_lab.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 
 __all__ = [
     "ATTENTION_OPS",

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
-from halfbyte.errors import other_version, pip_install
+from halfbyte.errors import GET_LABORATORY, other_version, pip_install
 
 #: Packages that not every use needs -> what does.
-OPTIONAL = {"transformers": "halfbyte.hf and the commands that take a model", "matplotlib": "charts in reports and pages"}
-PACKAGES = ("halfbyte", "torch", "triton", "transformers", "safetensors", "numpy", "matplotlib", "rich", "typer")
+OPTIONAL = {"transformers": "halfbyte.hf and the commands that take a model"}
+PACKAGES = ("halfbyte", "torch", "triton", "transformers", "safetensors", "numpy", "rich", "typer")
 FAILED = "failed: "
 
 
@@ -206,7 +207,10 @@ RUNS: dict[str, Callable[[], str]] = {"append": _run_append, "decode_attention":
 
 def _notes(versions: dict[str, str]) -> list[str]:
     missing = [name for name in OPTIONAL if versions.get(name) == "not installed"]
-    return [f"{name} is not installed; {OPTIONAL[name]} need it: {pip_install(name)}" for name in missing]
+    notes = [f"{name} is not installed; {OPTIONAL[name]} need it: {pip_install(name)}" for name in missing]
+    if find_spec("halfbyte_lab") is None:
+        notes.append(f"the laboratory is not installed; bench, demo, extract and HTML pages need it: {GET_LABORATORY}")
+    return notes
 
 
 def _problems(found: dict[str, str]) -> list[str]:

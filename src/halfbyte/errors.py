@@ -7,6 +7,8 @@ import importlib.metadata
 import re
 import warnings
 from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
 
 
 class HalfbyteError(Exception):
@@ -49,6 +51,20 @@ def require(package: str, who: str) -> None:
         raise MissingPackage(f"{who} needs another {why}")
 
 
+#: How to install what `halfbyte` imports by `laboratory` alone.
+GET_LABORATORY = "in a checkout of halfbyte: pip install ./lab"
+
+
+def laboratory(module: str, who: str) -> Any:
+    """The module `halfbyte_lab.<module>` for `who`; raises `MissingPackage` where the laboratory is not installed.
+
+    halfbyte imports nothing of its laboratory but by this function.
+    """
+    if find_spec("halfbyte_lab") is None:
+        raise MissingPackage(f"{who} needs halfbyte's laboratory; {GET_LABORATORY}")
+    return importlib.import_module(f"halfbyte_lab.{module}")
+
+
 def other_version(package: str) -> str:
     """The installed version of an optional package and the command that replaces it; "" if halfbyte declares this version."""
     with suppress(ImportError):  # no metadata, or `packaging` is not installed
@@ -67,10 +83,10 @@ def pip_install(package: str) -> str:
 
 def _declared(package: str) -> str:
     """A package with the versions that halfbyte declares, such as `name<6,>=5.4`; its name alone if there are none."""
-    try:
-        requirements = importlib.metadata.requires("halfbyte") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
-        requirements = []
+    requirements: list[str] = []
+    for distribution in ("halfbyte", "halfbyte-lab"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # run from its source, without being installed
+            requirements += importlib.metadata.requires(distribution) or []
     names = (line.partition(";")[0].strip() for line in requirements)
     return next((w for w in names if re.split("[^a-z]", w)[0] == package), package)
 

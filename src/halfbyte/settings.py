@@ -56,7 +56,7 @@ def stored_plans() -> str:
     value = os.environ.get("HALFBYTE_PLANS", "")
     if value not in ("", "0") and not os.path.isfile(value):
         raise InvalidArgument(
-            f"environment variable HALFBYTE_PLANS={value!r}; give a file that `python -m benchmarks tune` wrote, or 0 for none"
+            f"environment variable HALFBYTE_PLANS={value!r}; give a file that `python -m halfbyte_lab tune` wrote, or 0 for none"
         )
     return value
 

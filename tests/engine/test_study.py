@@ -20,7 +20,7 @@ def test_vllms_kernels_attend_to_what_they_store() -> None:
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "VLLM_SOURCES": str(Path(spec.origin).parent),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "lab" / "src")]),
     }
     done = subprocess.run([sys.executable, __file__], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -29,8 +29,8 @@ def test_vllms_kernels_attend_to_what_they_store() -> None:
 
 def check() -> None:
     """Requests that decode beside a chunk of a prompt. fp16, because Triton's interpreter multiplies no bf16."""
-    from benchmarks import engine_step
-    from benchmarks.baselines.vllm_kernels import MODES, VllmCache
+    from halfbyte_lab.baselines.vllm_kernels import MODES, VllmCache
+    from halfbyte_lab.cases import engine_step
 
     engine_step.DTYPE = torch.float16
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # the kernels ask for it when they choose tiles

@@ -12,8 +12,8 @@ from test_gpu_graphs import Captured
 
 import halfbyte as hb
 from halfbyte.kv_buffer import HeadNorms, KVBuffer, Rope
-from halfbyte.measure.cupti import names_of
 from halfbyte.reference.rope import apply_rope
+from halfbyte_lab.measure.cupti import names_of
 from pretended_gpu import watch_launches
 
 pytestmark = pytest.mark.compile_first

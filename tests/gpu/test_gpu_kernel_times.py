@@ -16,11 +16,11 @@ from gpu_place import PLACE, TALLY
 from test_gpu_graphs import needs_gpu
 
 import halfbyte as hb
-from benchmarks import qkv_cases, qkv_layers
 from halfbyte.device import describe
-from halfbyte.measure import cupti
-from halfbyte.measure.session import Options, Session
-from halfbyte.measure.timing import GRAPHS, Work, measure, paired_launches
+from halfbyte_lab.cases import qkv_cases, qkv_layers
+from halfbyte_lab.measure import cupti
+from halfbyte_lab.measure.session import Options, Session
+from halfbyte_lab.measure.timing import GRAPHS, Work, measure, paired_launches
 
 alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times need the GPU for themselves")
 

@@ -17,12 +17,12 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.device import H200
 from halfbyte.errors import Unsupported
-from halfbyte.measure.cupti import names_of
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops._linear_on_gpu import expands, plan_of
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.measure.cupti import names_of
 
 FORMATS = list(hb.WEIGHT_FORMATS)
 ROWS = (1, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129, 300, 1000)

@@ -1,4 +1,4 @@
-"""Plans by other choices than the analytic one, as `python -m benchmarks tune` measures them: right, and the same bits again."""
+"""Plans by other choices than the analytic one, as `python -m halfbyte_lab tune` measures them: right, and the same bits again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
 from accuracy import check_product
-from benchmarks.tuning_choices import linear_choices
 from halfbyte.device import describe
 from halfbyte.ops import _linear_on_gpu
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import with_linear_choice
+from halfbyte_lab.tune.choices import linear_choices
 
 
 @needs_gpu

@@ -10,11 +10,11 @@ import torch
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument
 from halfbyte.evals.model import load
-from halfbyte.evals.outliers import PROFILES, with_outliers
 from halfbyte.evals.quality import Setting, evaluate
 from halfbyte.evals.text import heldout_text, windows
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
+from halfbyte_lab.evals.outliers import PROFILES, with_outliers
 
 
 def weights(model):

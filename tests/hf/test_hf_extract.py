@@ -12,7 +12,7 @@ from tiny_models import base
 
 from halfbyte.checkpoints.projections import Projections
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.hf.extract import extract, load_layer
+from halfbyte_lab.extract import extract, load_layer
 
 
 def attention(model: Any, layer: int) -> Any:

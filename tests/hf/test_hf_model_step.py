@@ -14,8 +14,11 @@ import halfbyte.hf as hf
 from halfbyte import cli
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
-from halfbyte.hf import model_step
-from halfbyte.hf.model_step import (
+from halfbyte.hf.model_support import half_type
+from halfbyte.hf.recorded_step import kept_steps
+from halfbyte.nn import QuantLayer
+from halfbyte_lab import model_step
+from halfbyte_lab.model_step import (
     PACKED,
     PLAIN,
     WAYS,
@@ -30,9 +33,6 @@ from halfbyte.hf.model_step import (
     short_name,
     timed,
 )
-from halfbyte.hf.model_support import half_type
-from halfbyte.hf.recorded_step import kept_steps
-from halfbyte.nn import QuantLayer
 
 FORMATS = Formats("int4_g64", "int8", "int4_g32")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import halfbyte
-from benchmarks import linear_baselines
-from benchmarks.decompositions import DATA_PARALLEL, EVERY, KERNELS
-from benchmarks.linear_targets import INT4, PUBLISHED
-from benchmarks.published_split_k import SPLITS, GptqWeight, programs, published
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.cases import linear_baselines
+from halfbyte_lab.cases.decompositions import DATA_PARALLEL, EVERY, KERNELS
+from halfbyte_lab.cases.linear_targets import INT4, PUBLISHED
+from halfbyte_lab.cases.published_split_k import SPLITS, GptqWeight, programs, published
 
 FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
 

@@ -9,16 +9,16 @@ import torch
 
 import halfbyte
 from accuracy import attention_accuracy, eager_attention, float64_attention
-from benchmarks import splits
-from benchmarks.studies import int8_splitk
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.measure.decode import DecodeShape
-from halfbyte.measure.session import Options, Session
-from halfbyte.measure.timing import Effort
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
+from halfbyte_lab.cases import splits
+from halfbyte_lab.measure.decode import DecodeShape
+from halfbyte_lab.measure.session import Options, Session
+from halfbyte_lab.measure.timing import Effort
+from halfbyte_lab.studies import int8_splitk
 
 
 def case(context: int, lengths: tuple[int, ...] = ()) -> tuple[torch.Tensor, halfbyte.KVCache]:

@@ -21,7 +21,7 @@ INTEGERS = "checkpoints/integers.py"
 CPU_LINEAR = "cpu/linear.py"
 TAIL = "kernels/decode/tail.py"
 WORK_SPLIT = "kernels/decode/work_split.py"
-CHECKS = "measure/checks.py"
+CHECKS = "halfbyte_lab/measure/checks.py"
 
 attention = tests_of("test_attention_reference.py")
 bad_input = tests_of("test_bad_input.py")
@@ -32,10 +32,10 @@ tables = tests_of("test_formats.py")
 files = tests_of("test_checkpoints.py")
 cpu_linear = tests_of("test_cpu_linear.py")
 emulated = tests_of("emulated/test_tuned_attention.py")
-gate = tests_of("benchmarks/test_accuracy_gate.py")
+gate = tests_of("lab/test_accuracy_gate.py")
 
 NUMERICS = [
-    # -- the accuracy gate of benchmarks
+    # -- the accuracy gate of measurements
     Mutant(
         "heads not judged before a time",
         CHECKS,
@@ -59,7 +59,7 @@ NUMERICS = [
     ),
     Mutant(
         "times of a CPU judged by targets",
-        "measure/session.py",
+        "halfbyte_lab/measure/session.py",
         "Session.keep",
         Rewrite('_a.kind != "cuda"', "False"),
         gate("test_times_of_a_cpu_are_not_judged_by_the_targets_of_a_gpu"),

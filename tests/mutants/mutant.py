@@ -9,13 +9,21 @@ from edits import Edit, StaleEdit, mutated
 
 
 class Mutant(NamedTuple):
-    """One fault: an edit of a function (by its qualified name) of a file below src/halfbyte, and the tests that must notice it."""
+    """One fault: an edit of a function (by its qualified name) of a file of halfbyte, and the tests that must notice it.
+
+    file: below src/halfbyte, or from `halfbyte_lab/` on.
+    """
 
     name: str
     file: str
     function: str
     edit: Edit
     tests: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The file below the folder that holds both packages."""
+        return self.file if self.file.startswith("halfbyte_lab/") else f"halfbyte/{self.file}"
 
     def applied(self, source: str) -> str:
         """The file's text with the fault in it."""

@@ -127,7 +127,7 @@ def main() -> int:
 
     from halfbyte import __version__
     from halfbyte.device import describe
-    from halfbyte.measure import records
+    from halfbyte.evals.environment import environment as where_and_how
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"default: {', '.join(TESTS)}")
@@ -135,9 +135,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RECORDS)
     given = parser.parse_args()
-    environment = asdict(records.environment(describe("cpu"), 1))
+    environment = asdict(where_and_how(describe("cpu"), 1))
     for file in given.files or TESTS:
-        mutants = every(file, (seeded.SOURCE / file).read_text())
+        mutants = every(file, (seeded.SOURCES["halfbyte"] / file).read_text())
         drawn = random.Random(given.seed).sample(mutants, min(given.count, len(mutants)))
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

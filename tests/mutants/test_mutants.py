@@ -17,7 +17,8 @@ from mutant import Mutant
 from mutants import MUTANTS
 
 TESTS = Path(__file__).parents[1]
-SOURCE = TESTS.parent / "src" / "halfbyte"
+#: Both packages, by name.
+SOURCES = {"halfbyte": TESTS.parent / "src" / "halfbyte", "halfbyte_lab": TESTS.parent / "lab" / "src" / "halfbyte_lab"}
 #: No fault: where kernels are compiled, and in Triton's interpreter, which replaces the compiler in a whole process.
 CONTROLS = {"compiled": False, "interpreted": True}
 pytestmark = pytest.mark.timeout(900)  # all of them run for the first test
@@ -25,12 +26,14 @@ STALE = -1  # in place of an exit status: the edit does not apply
 
 
 def copy_with(mutant: Mutant | None, to: Path) -> str:
-    """The library, by symbolic links, but for the file with the fault, if there is one."""
-    shutil.copytree(SOURCE, to / "halfbyte", ignore=shutil.ignore_patterns("__pycache__"), copy_function=os.symlink)
+    """Library and laboratory, by symbolic links, but for the file with the fault, if there is one."""
+    for name, source in SOURCES.items():
+        shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"), copy_function=os.symlink)
     if mutant is not None:
-        text = mutant.applied((SOURCE / mutant.file).read_text())
-        (to / "halfbyte" / mutant.file).unlink()
-        (to / "halfbyte" / mutant.file).write_text(text)
+        file = to / mutant.path
+        text = mutant.applied(file.read_text())
+        file.unlink()
+        file.write_text(text)
     return str(to)
 
 

@@ -21,7 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
 LAYERS = (
     {"cli"},
-    {"hf", "vllm", "measure", "evals", "report", "doctor", "memory"},
+    {"hf", "vllm", "evals", "doctor", "memory", "precompile", "terminal"},
     {"engine"},
     {"checkpoints"},
     {"cache", "paging", "nn", "experts"},
@@ -41,9 +41,9 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 #: The heavy or optional packages, and who may import them.
 ONLY = {
-    "transformers": {"hf", "evals", "measure", "cli", "memory"},
-    "matplotlib": {"measure", "report", "cli"},
-    "triton": {"kernels", "device", "measure"},
+    "transformers": {"hf", "evals", "cli", "memory"},
+    "matplotlib": set(),
+    "triton": {"kernels", "device"},
     "typer": {"cli"},
     "vllm": {"vllm"},
     "huggingface_hub": {"paths", "hf", "evals", "cli", "memory", "checkpoints"},
@@ -84,7 +84,7 @@ def inner(path: Path) -> Iterator[str]:
 def test_imports_point_one_way(path: Path) -> None:
     here = unit(path)
     if path == SOURCE / "__init__.py":
-        assert not {"hf", "cli", "measure", "evals"} & set(inner(path))
+        assert not {"hf", "cli", "evals"} & set(inner(path))
         return
     if here == "__main__":
         return
@@ -99,12 +99,14 @@ def test_imports_point_one_way(path: Path) -> None:
         assert RANK[name] >= RANK[here], f"{path.relative_to(SOURCE)} imports {name}, which lies above it"
 
 
-BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+LABORATORY = sorted((ROOT / "lab" / "src" / "halfbyte_lab").rglob("*.py"))
 
 
-def test_the_library_knows_nothing_of_its_benchmarks() -> None:
+def test_the_library_imports_nothing_of_its_laboratory() -> None:
+    """Neither by a statement nor by a name in a string, but for `errors.laboratory`, which says what to install."""
     for path in FILES:
-        assert not any(name.split(".")[0] == "benchmarks" for name, _ in imports(path)), path
+        assert not any(name.split(".")[0] == "halfbyte_lab" for name, _ in imports(path)), path
+        assert path == SOURCE / "errors.py" or not re.search(r"import_module\(.*halfbyte_lab", path.read_text()), path
 
 
 def test_the_levels_keep_to_themselves() -> None:
@@ -154,11 +156,10 @@ def test_the_public_face_is_small_and_complete() -> None:
     assert all(name in halfbyte.__all__ for name in re.findall(r"halfbyte\.([a-z_]+)\(", halfbyte.__doc__ or ""))
 
 
-def test_the_benchmarks_are_in_the_sdist_and_not_in_the_wheel() -> None:
+def test_the_laboratory_is_in_the_sdist_and_not_in_the_wheel() -> None:
     targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
     assert targets["wheel"]["packages"] == ["src/halfbyte"]
-    assert "benchmarks" in targets["sdist"]["include"]
-    assert not list(SOURCE.rglob("benchmarks"))
+    assert "lab" in targets["sdist"]["include"]
 
 
 def test_the_version_is_said_twice_alike() -> None:
@@ -167,7 +168,7 @@ def test_the_version_is_said_twice_alike() -> None:
     assert project["requires-python"] == ">=3.11"
 
 
-@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*FILES, *LABORATORY], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short_and_documented(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import halfbyte
-from benchmarks.studies import QUESTIONS
+from halfbyte_lab.studies import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -80,10 +80,10 @@ def test_every_generated_page_is_a_page() -> None:
 def test_named_files_exist(page: Path) -> None:
     """Paths in backquotes and relative links lead somewhere."""
     text = page.read_text()
-    named = re.findall(r"`((?:src|benchmarks|tests|docs|scripts|examples|results)/[\w./-]*)", text) + re.findall(
+    named = re.findall(r"`((?:src|lab|tests|docs|scripts|examples|results)/[\w./-]*)", text) + re.findall(
         r"\]\(([\w./-]+)[)#]", text
     )
-    named += [f"src/halfbyte/{path}" for path in re.findall(r"`((?:reference|cpu|ops|hf|evals|plans|measure)/\w+\.py)`", text)]
+    named += [f"src/halfbyte/{path}" for path in re.findall(r"`((?:reference|cpu|ops|hf|evals|plans)/\w+\.py)`", text)]
     named += re.findall(r'(?:src|srcset)="([\w./-]+)"', text)
     missing = [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()]
     assert not missing

@@ -10,13 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "halfbyte"
-BENCHMARKS = ROOT / "benchmarks"
-FILES = [*sorted(SOURCE.rglob("*.py")), *sorted(BENCHMARKS.rglob("*.py"))]
+LABORATORY = ROOT / "lab" / "src" / "halfbyte_lab"
+FILES = [*sorted(SOURCE.rglob("*.py")), *sorted(LABORATORY.rglob("*.py"))]
 
 
 def dotted(path: Path) -> str:
     """The module's name as it is imported."""
-    parts = path.relative_to(SOURCE.parent if SOURCE in path.parents else ROOT).with_suffix("").parts
+    parts = path.relative_to((SOURCE if SOURCE in path.parents else LABORATORY).parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -67,7 +67,7 @@ def test_kernels_import_nothing_of_ahead_of_time_compiling() -> None:
 def package(path: Path) -> str:
     """The folder that a file is in, below halfbyte; "" for the files at the top."""
     if SOURCE not in path.parents:
-        return path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        return path.parent.relative_to(LABORATORY.parent).as_posix().replace("/", ".")
     return path.parent.relative_to(SOURCE).as_posix().replace("/", ".").removeprefix(".")
 
 

@@ -29,11 +29,11 @@ from programme import PLACES, ROOT, ROWS, Row
 
 from halfbyte import __version__
 from halfbyte.device import describe
-from halfbyte.measure import records
+from halfbyte.evals.environment import environment as where_and_how
 from halfbyte.paths import append_line
 
 RECORDS = ROOT / "results" / "trust.jsonl"
-FOLDERS = ("src", ".", "tests", "tests/gpu", "tests/hf", "tests/trust")
+FOLDERS = ("src", "lab/src", ".", "tests", "tests/gpu", "tests/hf", "tests/trust")
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
 def programme(rows: list[Row], output: Path, turn: float, until: float, jobs: int = 1) -> int:
     """Turns until nothing is left to do. 1 if a record of this version holds a failure, of this run or of an earlier one."""
     devices = ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
-    made = {device: asdict(records.environment(describe(device), 1)) for device in devices}  # before a file of results changes
+    made = {device: asdict(where_and_how(describe(device), 1)) for device in devices}  # before a file of results changes
     for environment_of in made.values():  # the records are public: where the file lies on this machine is not
         environment_of["command"] = environment_of["command"].replace(str(output), output.name)
     waiting = [row for row in rows if row.place != "gpu" or "cuda" in made]

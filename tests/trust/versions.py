@@ -34,8 +34,8 @@ ENVIRONMENT = """
 import json, transformers
 from dataclasses import asdict
 from halfbyte.device import describe
-from halfbyte.measure import records
-made = asdict(records.environment(describe("cpu"), 1))
+from halfbyte.evals.environment import environment
+made = asdict(environment(describe("cpu"), 1))
 made["versions"]["transformers"] = transformers.__version__
 print(json.dumps(made))
 """
@@ -101,7 +101,7 @@ def installed(corner: Corner, python: str, folder: Path) -> Path:
 
 def tried(name: str, python: Path, tests: list[str], seed: int) -> dict[str, Any]:
     """A record of these tests with this Python, which draw from `seed`."""
-    start, path = time.monotonic(), f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    start, path = time.monotonic(), os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src", ""))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HALFBYTE_SEED": str(seed)}
     made = subprocess.run(
         [python, "-W", "ignore", "-c", ENVIRONMENT], cwd=ROOT, env=env, check=True, capture_output=True, text=True

@@ -19,18 +19,18 @@ import torch
 from tiny_models import base
 
 import halfbyte.hf as hf
-from benchmarks.tuning_store import Store
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.checkpoints.projections import Metadata, Projections
 from halfbyte.evals.assignment import Sensitivity
 from halfbyte.evals.calibrate import Measurements
 from halfbyte.evals.card import Card
 from halfbyte.formats import weight_format
-from halfbyte.measure import records
 from halfbyte.paths import new_folder
 from halfbyte.plans.linear_spec import LinearProblem
 from halfbyte.plans.tuning_cache import Table, TunedEntry
-from halfbyte.report import Report
+from halfbyte_lab.measure import records
+from halfbyte_lab.report import Report
+from halfbyte_lab.tune.store import Store
 
 RESULTS = Path(__file__).parents[2] / "results" / "cpu.jsonl"
 SIZES = ModelSizes("llama", 40, 2, 32, 32, 64)

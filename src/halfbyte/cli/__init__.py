@@ -12,27 +12,38 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli import bench, inspect, models
+from halfbyte.cli import inspect, models
 from halfbyte.cli.advise import advise
 from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.formats import formats
 from halfbyte.cli.shared import App
-from halfbyte.errors import HalfbyteError
+from halfbyte.errors import HalfbyteError, MissingPackage, laboratory
 
 app = App(name="halfbyte", help="Low-bit KV caches and 4-bit linear layers for LLM decoding.")
-app.command("demo")(models.demo)
 app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
-app.command("extract")(models.extract)
 app.command("calibrate")(calibrate)
 app.command("advise")(advise)
 app.command("formats")(formats)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
-bench.moved(app, "tune", "halfbyte tune", "tune")
-app.add_typer(bench.app, name="bench")
+#: Commands of the laboratory, which `halfbyte_lab.commands` registers; without it they say what to install.
+LABORATORY = ("bench", "demo", "extract")
+
+
+def _missing(name: str, error: MissingPackage) -> None:
+    @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def command() -> None:
+        raise error
+
+
+try:
+    laboratory("commands", "this command").add_to(app)
+except MissingPackage as missing:
+    for _name in LABORATORY:
+        _missing(_name, missing)
 
 
 def main(arguments: list[str] | None = None) -> None:

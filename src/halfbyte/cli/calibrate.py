@@ -21,7 +21,7 @@ from halfbyte.cli.shared import (
     print_table,
     words,
 )
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import InvalidArgument, check, laboratory
 
 if TYPE_CHECKING:
     from halfbyte.evals.calibrate import Calibrated
@@ -66,7 +66,7 @@ def calibrate(
         one.plan.write(path)
     _show(model, made, paths)
     if html is not None:
-        _report(model, made, html)
+        laboratory("evals.pages", "--html").write_calibration(model, made, html)
 
 
 def _sizes(bits: str) -> list[float]:
@@ -95,7 +95,7 @@ def _calibrated(
     from halfbyte.evals.model import load
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as windows_of
-    from halfbyte.measure.progress import progress
+    from halfbyte.terminal import progress
 
     written = read_text(text)
     loaded, tokenizer = load(model, *where)
@@ -124,23 +124,3 @@ def _show(model: str, made: list[Calibrated], paths: list[Path]) -> None:
         name = f"{alike['keys']}{' rotated' * alike['rotate_keys']} / {alike['values']}"
         rows.append((path.name, name, f"{one.plan.bits:.2f}", f"{found['kl']:.2e}", f"{alike['kl']:.2e}"))
     print_table(f"{model}: formats by layer", ("plan", "best uniform choice", "bits", "KL mean", "its KL"), rows, text_columns=2)
-
-
-def _report(model: str, made: list[Calibrated], path: Path) -> None:
-    """The Pareto front: divergence against bits of the plans and of the uniform choices that ran next to them."""
-    import shlex
-    import sys
-
-    from halfbyte.measure.charts import Point, scatter
-    from halfbyte.report import Report
-
-    alike = {(bits, f"{f.keys}{' rotated' * f.rotate_keys} / {f.values}", kl) for one in made for bits, f, kl in one.uniform}
-    points = [Point(name, bits, max(kl, 1e-9), "all layers alike") for bits, name, kl in sorted(alike)]
-    points += [Point("", one.plan.bits, max(one.plan.measured["kl"], 1e-9), "by layer") for one in made]
-    chart = scatter(points, x_label="bits an element", y_label="mean KL divergence (nats)", log_y=True)
-    report = Report("Formats by layer", f"{model}: {made[0].plan.measured['tokens']:,} tokens")
-    report.figure(chart, "Divergence from the 16-bit run against the size of the cache")
-    for one in made:
-        rows = [(i, f.keys + " rotated" * f.rotate_keys, f.values) for i, f in enumerate(one.plan.layers)]
-        report.table(("layer", "keys", "values"), rows, f"{one.plan.bits:.2f} bits, KL {one.plan.measured['kl']:.2e}", align="rll")
-    report.code("halfbyte " + shlex.join(sys.argv[1:]), "The command that made this page").write(path)

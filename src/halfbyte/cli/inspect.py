@@ -178,7 +178,7 @@ def explain(
     asked = here._replace(num_sms=sms or here.num_sms, capability=(major, minor) if capability else here.capability)
     gpu: dict[str, Any] = {"gpu": asked._replace(name="") if by_numbers else asked}
     if compile_it:
-        from halfbyte.measure.precompile import resources
+        from halfbyte.precompile import resources
 
         gpu["resources"] = resources
     _check_belongs(context, bool(linear))

@@ -1,9 +1,8 @@
-"""Commands that run a model: demo, eval, generate, quantize, extract."""
+"""Commands that run a model: eval, generate, quantize."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfbyte import settings
-from halfbyte.cli.options import CacheFormats, Dtype, EvalOptions, OfHalves, Output, with_options
+from halfbyte.cli.options import CacheFormats, Dtype, EvalOptions, OfHalves, with_options
 from halfbyte.cli.shared import (
     LmHead,
     Model,
     PlainModel,
     Source,
     Where,
-    Wide,
     check_new_folder,
     check_page,
     check_writable,
@@ -30,15 +28,12 @@ from halfbyte.cli.shared import (
     words,
 )
 from halfbyte.cli.suite import card_path, run_suite
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import InvalidArgument, check, laboratory
 
 if TYPE_CHECKING:
-    from http.server import ThreadingHTTPServer
-
     import torch
 
     from halfbyte.cache_plan import CachePlan
-    from halfbyte.evals.demo import Shown
     from halfbyte.evals.quality import Setting
 
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
@@ -47,53 +42,6 @@ Clip = Annotated[str | None, typer.Option(help="search: per group, clip the rang
 Plan = Annotated[
     Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
 ]
-
-
-def demo(
-    html: Annotated[Path, typer.Option("--html", "--report", help="The HTML page to write.")] = Path("halfbyte-report.html"),
-    output: Output = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A quarter of the text, and no variants with outliers.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a playground for formats.")] = False,
-    port: Annotated[int, typer.Option(help="With --serve: the port on 127.0.0.1; 0: any free one.")] = 0,
-    device: Where = None,
-    wide: Wide = False,
-) -> None:
-    """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
-    from halfbyte.evals.demo import demo as run
-    from halfbyte.evals.present import HEADERS, append_records, rows
-
-    check_page(html, "html")
-    check_writable(output, "output")
-    server = _bound(port) if serve else None
-    shown = run(html, console(), console(stderr=True), quick, device)
-    if wide:
-        print_table(
-            "Every figure, without outliers", HEADERS, rows([r for r in shown.results if not r.model]), text_columns=2, wide=True
-        )
-    if output is not None:
-        append_records(shown.results, output, took=shown.took, device=device)
-    if server is not None:
-        _serve(server, shown)
-
-
-def _bound(port: int) -> ThreadingHTTPServer:
-    from halfbyte.evals.playground import bind
-
-    return bind(port)
-
-
-def _serve(server: ThreadingHTTPServer, shown: Shown) -> None:
-    """The report with the playground, in a browser where there is a screen."""
-    import webbrowser
-
-    from halfbyte.evals.demo import PROMPT
-    from halfbyte.evals.playground import HOST, Playground, form, serve
-
-    url = f"http://{HOST}:{server.server_address[1]}/"
-    print(f"Playground: {url}   (Ctrl-C ends it)", flush=True)
-    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        webbrowser.open(url)
-    serve(server, shown.report.form(form(PROMPT)).to_html(), Playground(shown.model, shown.tokenizer))
 
 
 @with_options(CacheFormats, EvalOptions)
@@ -128,11 +76,10 @@ def evaluate(
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.evals.long_context import Tasks, run_long_context
     from halfbyte.evals.model import agreement, load
-    from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, write_report
+    from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, verdict
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
     from halfbyte.evals.text import check_exact, read_text
     from halfbyte.evals.text import windows as cut
-    from halfbyte.evals.verdict import verdict
     from halfbyte.hf.model_support import head_dims, text_config
 
     check_page(results_to.html, "html")
@@ -172,7 +119,7 @@ def evaluate(
     if results_to.output is not None:
         append_records(results, results_to.output, longer, device=device)
     if results_to.html is not None:
-        write_report(results, f"{model}: what the bits cost", results_to.html, longer)
+        laboratory("evals.pages", "--html").write_report(results, f"{model}: what the bits cost", results_to.html, longer)
 
 
 @with_options(CacheFormats)
@@ -302,24 +249,6 @@ def quantize(
         raise InvalidArgument(f"output={str(output)!r} did not load again to the same bits and was removed; please report this")
     size, share = weight_bytes(made) / 1e6, packed_share(made)
     print(f"{output}: {size:.2f} MB, {share:.1%} of the weights quantized\nloaded again and equal bit for bit")
-
-
-def extract(
-    model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
-    layer: Annotated[int, typer.Option(help="The attention layer; negative numbers count from the end.")] = 0,
-    head: Annotated[int | None, typer.Option(help="Only this query head and its KV head.")] = None,
-) -> None:
-    """Write one attention layer's q, k and v projections as wq.npy, wk.npy, wv.npy, bq.npy, bk.npy, bv.npy and metadata.json."""
-    from halfbyte.hf.extract import load_layer
-    from halfbyte.paths import new_folder
-
-    check_new_folder(output)
-    found = load_layer(model, layer, head)
-    with new_folder(output) as folder:
-        found.save(folder)
-    shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip("qkv", found.weights, strict=True))
-    print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
 def _quantized(model: str | None, weights: str | None, source: str | None, **options: Any) -> torch.nn.Module:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import InvalidArgument, laboratory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -123,8 +123,8 @@ def print_facts(facts: Mapping[str, object], indent: str, width: int) -> None:
 def print_table(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int, wide: bool | None = None
 ) -> None:
-    """A table on stdout, as `halfbyte.measure.terminal.show_table` lays it out."""
-    from halfbyte.measure.terminal import show_table
+    """A table on stdout, as `halfbyte.terminal.show_table` lays it out."""
+    from halfbyte.terminal import show_table
 
     show_table(console(), title, headers, rows, text_columns, wide)
 
@@ -177,9 +177,7 @@ def check_page(path: Path | None, option: str) -> None:
         tempfile.TemporaryFile(dir=path.absolute().parent).close()
     except OSError as error:
         raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
-    from halfbyte.measure.charts import check_installed
-
-    check_installed()
+    laboratory("measure.charts", f"--{option}").check_installed()
 
 
 def words(text: str) -> list[str]:

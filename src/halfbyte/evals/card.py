@@ -25,12 +25,12 @@ from halfbyte.cache_plan import ModelSizes
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, check, require
 from halfbyte.evals.choices import SAFE, WEIGHTS, caches, is_safe
+from halfbyte.evals.environment import environment
 from halfbyte.evals.long_context import LongContext, Tasks, run_long_context
 from halfbyte.evals.model import agreement
 from halfbyte.evals.quality import Quality, Setting, run_evaluation, with_weights
 from halfbyte.evals.text import Tokenizer
 from halfbyte.formats import key_format, plain_format
-from halfbyte.measure.records import environment
 from halfbyte.memory import packed_layers, quantized_bytes, weight_or_plain
 from halfbyte.nn import QuantLayer
 from halfbyte.paths import resolve_model, write_whole

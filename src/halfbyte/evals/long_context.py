@@ -27,7 +27,7 @@ from rich.console import Console
 from halfbyte.errors import check
 from halfbyte.evals.quality import Setting, cache_for, with_weights
 from halfbyte.evals.text import Tokenizer, check_exact, windows
-from halfbyte.measure.progress import progress
+from halfbyte.terminal import progress
 
 #: Keys that are looked for, and their characters; texts that are continued; the prompt's share of the context.
 KEYS, CHARACTERS, TEXTS, PROMPT = 8, 16, 4, 1 / 20

@@ -21,13 +21,12 @@ from rich.console import Console
 from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.choices import caches
-from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.evals.text import check_exact
 from halfbyte.formats import Format, check_window, key_format, plain_format, value_format, weight_format
-from halfbyte.measure.progress import progress
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
+from halfbyte.terminal import progress
 
 
 @dataclass(frozen=True)
@@ -204,20 +203,18 @@ def run_evaluation(
     console: Console,
     *,
     batch: int = 8,
-    outliers: Outliers | None = None,
+    name: str = "",
 ) -> list[Quality]:
     """`evaluate` behind a progress bar, with as many windows at once as keep their log-probabilities below 1 GiB.
 
-    outliers: evaluate the model with these.
+    name: of the model, where several are evaluated: a variant with outliers.
     """
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     batch = max(1, min(batch, 2**28 // (windows.shape[1] * vocabulary)))
     with progress(console) as bar:
-        name = "" if outliers is None else outliers.name
         task = bar.add_task(f"evaluating {name}", total=steps(settings, windows, chunk, batch))
-        used = model if outliers is None else with_outliers(model, outliers)
-        results = evaluate(used, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
+        results = evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
     return [replace(result, model=name) for result in results]
 
 

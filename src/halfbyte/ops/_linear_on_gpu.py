@@ -104,7 +104,7 @@ def expands(call: LinearCall) -> bool:
 
 
 def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
-    """x [M, K] times weights without act-order, with an explicit plan, for `python -m benchmarks tune`."""
+    """x [M, K] times weights without act-order, with an explicit plan, for `python -m halfbyte_lab tune`."""
     call = LinearCall(x, weights, [None] * len(weights))
     outs = call.new_outs()
     with torch.cuda.device_of(x):

@@ -21,7 +21,7 @@ from halfbyte.settings import check_half
 
 #: Only tuned kernels, and cuBLAS on dequantized slabs, were compared with 16 bits.
 _PORTABLE = "not measured with the portable kernel"
-#: More facts about a plan of a tuned kernel: what `halfbyte.measure.precompile.resources` finds by compiling it.
+#: More facts about a plan of a tuned kernel: what `halfbyte.precompile.resources` finds by compiling it.
 Resources = Callable[[Any, Any, tuple[int, int]], Mapping[str, str]]
 
 

@@ -1,4 +1,4 @@
-"""Measured GEMM plans (`python -m benchmarks tune`): a table for each type of GPU, keyed by the fields of a problem.
+"""Measured GEMM plans (`python -m halfbyte_lab tune`): a table for each type of GPU, keyed by the fields of a problem.
 
 A table holds choices (`tuning_space.py`), never plans. A choice must pass the same checks as plans; if it fails, or a table has no
 entry for a problem, the analytic plan is used. So a table can make a call slow, but never wrong.

@@ -1,1 +1,0 @@
-"""Studies, targets, baselines and figures from the literature. Run from a checkout: `python -m benchmarks`."""

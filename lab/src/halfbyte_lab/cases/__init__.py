@@ -1,0 +1,1 @@
+"""What is measured: cases with targets, layers, ranks, and figures from the literature."""

@@ -1,0 +1,188 @@
+"""The targets of linear layers on a GPU as data: which cases are measured, and what each must reach. `linear_cases.py` measures.
+
+A share of the roof is time at the speed of a read-only kernel over the bytes of the stored weight, in the same run, over the time
+taken. Times are those of calls back to back whose launches may overlap; times with launches kept apart are reported beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from halfbyte_lab.cases import literature
+from halfbyte_lab.cases.targets import Target, bound_text, verdict_text
+from halfbyte_lab.measure import charts
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.measure.tables import Table, us
+
+#: Rows of x in decoding and in prefill.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+PREFILL = (128, 512, 1024, 4096)
+
+INT4 = "int4_sym_g128"
+FORMATS = (INT4, "int4_g128", "nf4", "mxfp4", "nvfp4", "int8_col")
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A weight [n, k], the rows of x that it is multiplied with, and the formats at those rows (`few`: at the others too)."""
+
+    n: int
+    k: int
+    what: str
+    rows: tuple[int, ...] = ROWS
+    formats: tuple[str, ...] = FORMATS
+    few: tuple[int, ...] = ROWS
+
+    @property
+    def name(self) -> str:
+        """ "8192 x 8192", "prefill, 8192 x 8192"."""
+        return ("prefill, " if self.prefill else "") + f"{self.n} x {self.k}"
+
+    @property
+    def prefill(self) -> bool:
+        """Whether rows are so many that dequantizing the whole weight first is a rival."""
+        return self.rows[0] >= PREFILL[0]
+
+    def case(self, rows: int) -> str:
+        """The name of one case: "8192 x 8192, 4 rows"."""
+        return f"{self.name}, {rows} row{'s' * (rows > 1)}"
+
+    def formats_at(self, rows: int) -> tuple[str, ...]:
+        """The formats that are measured with so many rows."""
+        return self.formats if rows in self.few else self.formats[:1]
+
+
+#: The QKV, output, gate-and-up and down projections of Llama-3-8B and 70B, and three squares.
+LAYERS = (
+    LinearCase(4096, 4096, "output of Llama-3-8B"),
+    LinearCase(6144, 4096, "QKV of Llama-3-8B"),
+    LinearCase(28672, 4096, "gate and up of Llama-3-8B", few=(1, 16)),
+    LinearCase(4096, 14336, "down of Llama-3-8B", few=(1, 16)),
+    LinearCase(8192, 8192, "output of Llama-3-70B"),
+    LinearCase(10240, 8192, "QKV of Llama-3-70B"),
+    LinearCase(57344, 8192, "gate and up of Llama-3-70B", few=(1, 16)),
+    LinearCase(8192, 28672, "down of Llama-3-70B", few=(1, 16)),
+    LinearCase(16384, 16384, "a square"),
+    LinearCase(4096, 4096, "prefill", PREFILL, (INT4, "nf4", "nvfp4"), PREFILL),
+    LinearCase(8192, 8192, "prefill", PREFILL, (INT4, "nf4", "nvfp4"), PREFILL),
+)
+#: What `--quick` measures.
+QUICK_LAYERS, QUICK_ROWS = ("4096 x 4096", "8192 x 8192"), (1, 4, 16, 64)
+
+_SHARES: Mapping[tuple[int, int], Mapping[int, float]] = {
+    (16384, 16384): {1: 0.94, 4: 0.91, 8: 0.88, 16: 0.78},
+    (8192, 8192): {1: 0.90, 4: 0.89, 8: 0.86, 16: 0.72},
+    (10240, 8192): dict.fromkeys((1, 2, 4, 8), 0.85),
+}
+_SECONDS: Mapping[tuple[int, int], float] = {(4096, 4096): 5.2e-6, (6144, 4096): 6.4e-6}
+#: Times that cuBLAS in bf16 takes, from 8192 x 8192 on.
+_TIMES_CUBLAS = {1: 3.0, 2: 3.0, 4: 3.0, 8: 3.0, 16: 2.4, 32: 1.9, 64: 1.7}
+
+
+def targets_of(layer: LinearCase, rows: int, formats: str) -> list[Target]:
+    """The bars of one format on a layer with so many rows."""
+    case, size = layer.case(rows), (layer.n, layer.k)
+    if layer.prefill:
+        return [Target(case, formats, "over_expanded", 1.05)]
+    found = []
+    if formats == INT4:
+        if share := _SHARES.get(size, {}).get(rows):
+            found.append(Target(case, formats, "roof_share", share))
+        if size in _SECONDS and rows <= 8:
+            found.append(Target(case, formats, "seconds", _SECONDS[size]))
+        if layer.n * layer.k >= 8192 * 8192:
+            found.append(Target(case, formats, "times_16_bit", _TIMES_CUBLAS[rows]))
+        found.append(Target(case, formats, "times_4_bit", 1.0))
+    if size == (8192, 8192) and rows <= 16:
+        found += [Target(case, f, "share_of_int4", 0.9) for f in ("mxfp4", "nvfp4") if f == formats]
+        found += [Target(case, f, "roof_share", 0.6) for f in ("nf4",) if f == formats]
+    if literature.fastest(*size, rows, formats) is not None:
+        found.append(Target(case, formats, "times_quoted", 1.0))
+    return found
+
+
+def every_target() -> list[Target]:
+    """All bars of linear layers."""
+    return [bar for layer in LAYERS for rows in layer.rows for f in layer.formats_at(rows) for bar in targets_of(layer, rows, f)]
+
+
+# ------------------------------------------------------------------------------------------------------------- how it is told
+
+HEADERS = ("case", "format", "by", "us alone", "us chained", "of roofline", "x bf16", "fastest quoted, us", "target", "verdict")
+PUBLISHED = "published split-k"
+#: A line of the chart.
+QUOTED = "fastest quoted, other run"
+
+
+def table(measured: Sequence[Record]) -> Table:
+    """The rows under their headers."""
+    return HEADERS, table_rows(measured)
+
+
+def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One row for each record, peers included; several bars of one record lie on several lines."""
+    return [_row(r) for r in measured if r.case and r.op == "linear"]
+
+
+def _row(r: Record) -> tuple[str, ...]:
+    ours = r.implementation.startswith("halfbyte")
+    other = literature.fastest(r.shape["N"], r.shape["K"], r.shape["M"], r.formats) if ours and r.shape else None
+    return (
+        r.case,
+        r.formats,
+        r.implementation,
+        us(r.alone),
+        us(r.chained),
+        "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %",
+        f"{r.peer_seconds / r.seconds:.2f}" if r.peer_seconds and r.seconds and ours else "",
+        "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}",
+        "\n".join(bound_text(v) for v in r.bars),
+        "\n".join(verdict_text(v) for v in r.bars) or ("refused" if r.refused else ""),
+    )
+
+
+def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """For a chart: by layer and implementation the points (rows, % of the roof of the int4 weight), peers and quoted figures too.
+
+    The roof is the time of reading the int4 weight, for everything that is drawn but NF4, which has a roof of its own.
+    """
+    drawn: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for ours in (r for r in latest(measured) if r.formats == INT4 and _is_ours(r) and r.seconds and r.roof_gb_per_s):
+        rows, size = ours.shape["M"], (ours.shape["N"], ours.shape["K"])
+        if rows not in ROWS:
+            continue
+        read = ours.nbytes / (1e9 * (ours.roof_gb_per_s or 1.0))
+        beside = [r for r in latest(measured) if r.case == ours.case and r.seconds]
+        same = [r for r in beside if r.formats in ("bf16", literature.code_of(INT4)) and not _is_ours(r)]
+        times = {r.implementation: r.seconds for r in same}
+        if other := literature.fastest(*size, rows, INT4):
+            times[QUOTED] = other.seconds
+        lines = drawn.setdefault(f"{size[0]} x {size[1]}", {})
+        lines.setdefault("halfbyte int4", []).append((rows, 100 * read / (ours.seconds or 1.0)))
+        for nf4 in (r for r in beside if r.formats == "nf4" and _is_ours(r)):
+            lines.setdefault("halfbyte nf4", []).append((rows, 100 * (nf4.roof_share or 0.0)))
+        for name, seconds in times.items():
+            lines.setdefault(name, []).append((rows, 100 * read / (seconds or 1.0)))
+    return drawn
+
+
+def figures(measured: Sequence[Record]) -> list[str]:
+    """What `shares` gives, as one chart; none where nothing was measured."""
+    drawn = shares(measured)
+    if not drawn:
+        return []
+    title = "Linear layers: share of the read roofline by batch size"
+    return [charts.panels(drawn, x_label="batch size M", y_label="% of the INT4 roofline", title=title, dashed=[QUOTED])]
+
+
+def _is_ours(r: Record) -> bool:
+    """What halfbyte itself chooses, and not an implementation that was asked for."""
+    return r.implementation == "halfbyte auto"
+
+
+def latest(measured: Sequence[Record]) -> list[Record]:
+    """Of several runs the last record of each case, format and implementation, in the order of the cases."""
+    last = {(r.case, r.formats, r.implementation): r for r in measured if r.case and r.op == "linear" and r.implementation}
+    order = {layer.case(rows): i for i, (layer, rows) in enumerate((x, rows) for x in LAYERS for rows in x.rows)}
+    return sorted(last.values(), key=lambda r: order.get(r.case, len(order)))

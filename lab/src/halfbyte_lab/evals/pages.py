@@ -1,0 +1,225 @@
+"""Results of an evaluation as a report: verdict, cards, charts and tables."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from halfbyte.evals.calibrate import Calibrated
+from halfbyte.evals.choices import SAFE, safe_where
+from halfbyte.evals.legend import in_words, legend
+from halfbyte.evals.long_context import LongContext
+from halfbyte.evals.present import HEADERS, LONG_HEADERS, chosen, kind, long_rows, ratio, row, safety, verdict
+from halfbyte.evals.quality import Quality, Setting
+from halfbyte.formats import weight_format
+from halfbyte_lab.measure.charts import Point, lines, scatter
+from halfbyte_lab.report import Cell, Report
+
+#: How to read KL divergence.
+KL_WORDS = (
+    "KL divergence measures how far the probabilities of the next token are from those of the 16-bit run; 0: equal. Up to "
+    f"{SAFE:g} nats, noise included, formats are called safe. From about 0.1 nats on, generated texts differ."
+)
+KL_LABEL = "mean KL divergence (nats)"
+#: What a logarithmic axis shows for no divergence at all.
+LEAST_KL = 1e-9
+BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
+SAFE_WORDS = f"safe: at most {1e3 * SAFE:g} thousandths, noise included; plain: only without outliers"
+
+
+def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(header, rows): each setting's size and perplexity on the model itself, its KL in thousandths of a nat on every model, and
+    where that is small enough to be called safe."""
+    models = list(dict.fromkeys(r.model for r in results))
+    kl = {(r.model, r.setting): 1e3 * r.kl_mean for r in results}
+    most = {(r.model, r.setting): r.kl_mean + r.kl_noise for r in results}
+    plain = [r for r in results if r.model == models[0]]
+    rows = [
+        (
+            r.setting.name,
+            f"{ratio(r, plain[0]):.2f}x",
+            f"{r.change:+.2f}",
+            *(_thousandths(kl.get((model, r.setting))) for model in models),
+            safe_where([most[model, r.setting] for model in models if (model, r.setting) in most]),
+        )
+        for r in plain[1:]
+    ]
+    return ("formats", "smaller", "ppl %", *(model or "plain" for model in models), "safe"), rows
+
+
+def _thousandths(kl: float | None) -> str:
+    """A divergence in thousandths of a nat; nothing where none was measured."""
+    return "" if kl is None else f"{kl:.2f}" if kl < 10 else f"{kl:,.0f}"
+
+
+def model_table(results: Sequence[Quality]) -> Table:
+    """`by_model` for a terminal of 80 columns. What diverges by 0.1 nats and more, enough to change what is written, is red."""
+    header, rows = by_model(results)
+    made = Table(header_style="bold", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for i, name in enumerate(header):
+        made.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    for line in rows:
+        cells = [Text(x, style="red" if x and float(x.replace(",", "")) >= 100 else "") for x in line[3:-1]]
+        made.add_row(*line[:3], *cells, line[-1])
+    return made
+
+
+def add_results(report: Report, results: Sequence[Quality], *notes: str) -> None:
+    """The verdict, its cards and the first chart; then notes, the table of all runs, what the formats are, the other charts."""
+    charts = [*_cache_charts(results), *_weight_charts(results)]
+    if results[1:]:
+        report.text(verdict(results)).cards(cards(results))
+    for svg, caption in charts[:1]:
+        report.figure(svg, caption)
+    report.text(KL_WORDS, *notes).heading("Every run")
+    found, hints = merged(results)
+    report.table(HEADERS, found, "Compared with the 16-bit run; point at a name to see what it is", hints=hints)
+    if len(found) < len(results):
+        report.text(
+            "Names joined by = store the same numbers here: their groups are as wide as a head, or as a row of the weights."
+        )
+    report.folded("The formats", legend([r.setting for r in results]))
+    for svg, caption in charts[1:]:
+        report.figure(svg, caption)
+
+
+def merged(results: Sequence[Quality]) -> tuple[list[tuple[str, ...]], dict[tuple[int, str], str]]:
+    """(rows, what the name in a column means): runs whose every figure but the time is the same share a row."""
+    alike: dict[tuple[object, ...], list[Quality]] = {}
+    for r in results:
+        key = (kind(r), r.perplexity, r.kl_mean, r.kl_p99, r.top1, r.kv_bytes_per_token, r.weight_bytes)
+        alike.setdefault(key, []).append(r)
+    found, hints = list[tuple[str, ...]](), dict[tuple[int, str], str]()
+    for group in alike.values():
+        names = [" = ".join(dict.fromkeys(cells)) for cells in zip(*(row(r)[:2] for r in group), strict=True)]
+        if (column := {"KV cache": 0, "weights": 1}.get(kind(group[0]))) is not None:
+            hints[column, names[column]] = in_words(group[0].setting)
+        found.append((*names, *row(group[0])[2:]))
+    return found, hints
+
+
+def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
+    """(svg, caption): divergence against bytes, and the error of each layer."""
+    caches, base = [r for r in results[1:] if kind(r) == "KV cache"], results[0]
+    if not caches:
+        return []
+    shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
+    points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
+    chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
+    made = [(chart, "Quality against size of the cache: KL divergence from the 16-bit run by bytes per token")]
+    errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
+    if errors:
+        chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
+        made.append((chart, "Error by layer: hidden states against those of the 16-bit run"))
+    return made
+
+
+def _weight_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
+    """(svg, caption): divergence of 4-bit weights against bytes."""
+    weights = [
+        r for r in results[1:] if kind(r) == "weights" and r.setting.weights and weight_format(r.setting.weights).code.bits == 4
+    ]
+    if not weights:
+        return []
+    names = [r.setting.weights or "" for r in weights]
+    shares = [r.weight_bytes / results[0].weight_bytes for r in weights]
+    chart = scatter(
+        _points(weights, shares, names, [_family(n) for n in names]),
+        x_label="bytes, share of 16-bit weights",
+        y_label=KL_LABEL,
+        log_y=True,
+    )
+    return [(chart, "Quality against size of 4-bit weights: KL divergence from the 16-bit run by bytes of the whole model")]
+
+
+def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence[str], series: Sequence[str]) -> list[Point]:
+    """Points of a chart; results that coincide (groups as wide as a head, say) share one."""
+    merged: dict[tuple[float, float], Point] = {}
+    for result, share, name, family in zip(results, shares, names, series, strict=True):
+        at = (share, max(result.kl_mean, LEAST_KL))
+        label = f"{merged[at].label} = {name}" if at in merged else name
+        merged[at] = Point(label, *at, family)
+    return list(merged.values())
+
+
+def write_report(results: Sequence[Quality], title: str, path: Path, longer: Sequence[LongContext] = ()) -> None:
+    """A report of an evaluation alone."""
+    command = "halfbyte " + shlex.join(sys.argv[1:])
+    report = Report(title, f"{results[0].tokens:,} predicted tokens; every run reads older keys and values from its own cache")
+    add_results(report, results)
+    if longer:
+        add_long_context(report, longer)
+    report.code(command, "The command that made this page").write(path)
+
+
+def add_long_context(report: Report, results: Sequence[LongContext]) -> None:
+    """The section of long contexts: what was asked, the table, and how many texts are still the 16-bit ones, token by token."""
+    report.heading(f"Contexts of {results[0].context:,} tokens").text(
+        "Retrieval: a random key is hidden in a text, each time at another depth, and the end requests it; the score is the share "
+        "of key tokens that are the likeliest, given those before them. Continuations: greedy texts, how many of their tokens "
+        "equal those of the 16-bit run before the first that differs, and how likely the 16-bit model finds them: a text that "
+        "breaks down is unlikely, and one that repeats itself very likely. Prompts are read in one piece, later tokens one at a "
+        "time."
+    )
+    report.table(LONG_HEADERS, long_rows(results))
+    at = [results[0].written * i // 64 for i in range(65)]
+    equal = {r.formats: [100 * sum(p >= t for p in r.parted) / len(r.parted) for t in at] for r in results[1:]}
+    if equal:
+        chart = lines(dict(list(equal.items())[:6]), x=at, x_label="tokens written", y_label="% of texts equal so far")
+        report.figure(chart, "Where greedy texts diverge from those of the 16-bit run")
+
+
+def _series(setting: Setting) -> str:
+    """Which caches share a color: those of one type of keys."""
+    return setting.keys.split("_")[0] if isinstance(setting.keys, str) else "by layer"
+
+
+def _family(name: str) -> str:
+    return "floating point" if "fp4" in name else name.split("_")[0]
+
+
+def _fewest(series: dict[str, list[float]]) -> dict[str, list[float]]:
+    """At most six lines, spread over the range of final errors, so that the chart can be read."""
+    ranked = sorted(series, key=lambda name: series[name][-1])
+    if len(ranked) > 6:
+        ranked = [ranked[i * (len(ranked) - 1) // 5] for i in range(6)]
+    return {name: series[name] for name in ranked}
+
+
+def cards(results: Sequence[Quality]) -> dict[str, dict[str, Cell]]:
+    """The facts of each card."""
+    base = results[0]
+    return {title: _facts(title, r, base) for title, r in chosen(results).items()}
+
+
+def _facts(title: str, result: Quality, base: Quality) -> dict[str, Cell]:
+    named: dict[str, Cell] = {} if title == result.setting.name else {"formats": result.setting.name}
+    facts = named | {
+        "perplexity": f"{result.change:+.2f} % \u00b1 {result.noise:.2f} %",
+        "size": f"{ratio(result, base):.2f}x smaller",
+        "KL divergence": f"{result.kl_mean:.1e} nats, {safety(result)}",
+    }
+    if result.setting.kv != base.setting.kv:
+        tokens, plain = (int(10**9 / r.kv_bytes_per_token) for r in (result, base))
+        facts["tokens in 1 GB"] = f"{tokens:,} instead of {plain:,}"
+    return facts
+
+
+def write_calibration(model: str, made: Sequence[Calibrated], path: Path) -> None:
+    """The Pareto front: divergence against bits of the plans and of the uniform choices that ran next to them."""
+    alike = {(bits, f"{f.keys}{' rotated' * f.rotate_keys} / {f.values}", kl) for one in made for bits, f, kl in one.uniform}
+    points = [Point(name, bits, max(kl, 1e-9), "all layers alike") for bits, name, kl in sorted(alike)]
+    points += [Point("", one.plan.bits, max(one.plan.measured["kl"], 1e-9), "by layer") for one in made]
+    chart = scatter(points, x_label="bits an element", y_label="mean KL divergence (nats)", log_y=True)
+    report = Report("Formats by layer", f"{model}: {made[0].plan.measured['tokens']:,} tokens")
+    report.figure(chart, "Divergence from the 16-bit run against the size of the cache")
+    for one in made:
+        rows = [(i, f.keys + " rotated" * f.rotate_keys, f.values) for i, f in enumerate(one.plan.layers)]
+        report.table(("layer", "keys", "values"), rows, f"{one.plan.bits:.2f} bits, KL {one.plan.measured['kl']:.2e}", align="rll")
+    report.code("halfbyte " + shlex.join(sys.argv[1:]), "The command that made this page").write(path)

@@ -1,0 +1,91 @@
+"""How records are shown: which belong together, and their table, charts and sentences; on the terminal and on a page alike.
+
+Here records are grouped by operation. The benchmarks of the checkout bring sections of their own for studies and targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from halfbyte_lab.measure import figures
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.measure.session import Session
+from halfbyte_lab.measure.tables import HEADERS, Table, count_text, filled, table_rows
+
+
+def _nothing(measured: Sequence[Record]) -> Sequence[str]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """How records of one kind are shown.
+
+    title   what they are of; `asks`: the question that they answer, if there is one
+    table   headers, and rows of text; the first `text_columns` columns hold text, the others numbers
+    charts  <svg> elements
+    says    sentences that hold the figures
+    also    a second table, of other records
+    """
+
+    title: str
+    table: Callable[[Sequence[Record]], Table]
+    charts: Callable[[Sequence[Record]], Sequence[str]] = _nothing
+    says: Callable[[Sequence[Record]], Sequence[str]] = _nothing
+    text_columns: int = 2
+    asks: str = ""
+    also: Callable[[Sequence[Record]], Table] = lambda measured: ((), ())
+
+    def tables(self, measured: Sequence[Record]) -> list[Table]:
+        """Those that have rows; the first without any where none has."""
+        made = [filled(table(measured), self.text_columns) for table in (self.table, self.also)]
+        return [table for table in made if table[1]] or made[:1]
+
+
+#: The section of a record.
+SectionOf = Callable[[Record], Section]
+
+
+def plain_table(measured: Sequence[Record]) -> Table:
+    """One row for each record, whatever it is of."""
+    return HEADERS, table_rows(measured)
+
+
+def plain(op: str) -> Section:
+    """The records of one operation."""
+    return Section(op.replace("_", " ").capitalize(), plain_table, figures.of_any, _ratio_said, text_columns=3)
+
+
+def by_operation(r: Record) -> Section:
+    """The section of a record where nothing is known but its operation, and its study if it has one."""
+    return plain(f"{r.study}: {r.op}" if r.study else r.op)
+
+
+def _ratio_said(measured: Sequence[Record]) -> Sequence[str]:
+    compared = any(r.formats in ("bf16", "fp16") for r in measured)
+    return ("vs 16-bit: time over that of the fastest 16-bit implementation; below 1 is faster.",) if compared else ()
+
+
+def by_section(measured: Sequence[Record], section_of: SectionOf) -> list[tuple[Section, list[Record]]]:
+    """The records by section, in the order in which sections first occur."""
+    found: dict[str, tuple[Section, list[Record]]] = {}
+    for r in measured:
+        section = section_of(r)
+        found.setdefault(section.title, (section, []))[1].append(r)
+    return list(found.values())
+
+
+def show(session: Session, section: Section) -> None:
+    """Print the table of a session's records, its notes and sentences, and how many targets were met."""
+    measured = session.records
+    if not measured or session.options.json:
+        return
+    session.show_tables(f"{section.title} on {session.device.name}", section.tables(measured), section.text_columns)
+    for r in measured:
+        if r.note:
+            session.say(f"{r.case} {r.formats}: {r.note}")
+    for sentence in section.says(measured):
+        session.say(sentence)
+    if any(r.bars for r in measured):
+        session.say(count_text(measured))

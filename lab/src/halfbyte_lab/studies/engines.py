@@ -1,0 +1,306 @@
+"""Study `engines`: the attention of an engine's step over packed pages, beside vLLM's own kernels.
+
+A layer of Llama-3-8B. "step" appends the new tokens by slot and attends, "attention" leaves the append out; both run what the vLLM
+plugin runs: requests that decode in one call, the chunk of a prompt in another; with `deterministic_batch` as well, which vLLM asks
+for by VLLM_BATCH_INVARIANT. vLLM's kernels store 16 bits, INT8 or INT4 with a scale per token and head, as "int8" and "int4" of
+halfbyte do; see `halfbyte_lab.baselines.vllm_kernels` for where they come from.
+torch in 16 bits reads contiguous memory instead of pages. Host times are those of eager calls; an engine with CUDA graphs pays only
+`build`, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from halfbyte_lab.baselines import vllm_kernels
+from halfbyte_lab.baselines.run import attention_baselines
+from halfbyte_lab.baselines.vllm_kernels import VllmCache
+from halfbyte_lab.cases import overhead
+from halfbyte_lab.cases.engine_step import Cache, Dense, Packed, Requests, Step
+from halfbyte_lab.measure import charts
+from halfbyte_lab.measure.checks import HEAD_ERROR, Accuracy, timed_attention_accuracy
+from halfbyte_lab.measure.decode import sdpa_variants
+from halfbyte_lab.measure.records import Record, with_timing
+from halfbyte_lab.measure.session import Job, Session
+from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
+from halfbyte_lab.measure.timing import MANY_GRAPHS, Call, Work, fixed_threads, is_cold
+from halfbyte_lab.measure.trials import Trial, one_by_one
+from halfbyte_lab.studies import Study
+
+OP, HOST = "engine step", "engine host"
+FORMATS = ("int8", "int8+int4_g32", "int4")
+Q_HEADS, KV_HEADS, DIM = 32, 8, 128
+CASES = (
+    Requests(64, 8192),
+    Requests(64, 8192, prompt=512, past=3584),
+    Requests(16, 8192),
+    Requests(256, 1024),
+    Requests(1, 131072),
+    Requests(256, 8192),
+    Requests(64, 8192, page=64),
+    Requests(8, 131072),
+    Requests(1, 1024),
+)
+QUICK, CPU = CASES[:2], (Requests(2, 96), Requests(2, 40, prompt=24, past=30))
+STEP, ATTENTION, DECODE, INVARIANT = "step", "attention", "decode_attention", "attention, deterministic_batch"
+
+
+def jobs(session: Session) -> list[Job]:
+    """One for each batch, and the host's times."""
+    cases = CPU if session.device.kind != "cuda" else QUICK if session.options.quick else CASES
+    return [*(StepJob(requests) for requests in cases), HostJob()]
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """One batch, in every format and by every library."""
+
+    requests: Requests
+    op: str = OP
+
+    @property
+    def name(self) -> str:
+        return f"engines, {self.requests}"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """The caches one after the other, so that only one and its copies are in memory."""
+        step = Step.random(self.requests, Q_HEADS, KV_HEADS, DIM, session.device.torch)
+        for formats in FORMATS:
+            yield from self._measure(session, step, partial(Packed, step, formats), "halfbyte", formats)
+        if session.device.kind == "cuda" and not vllm_kernels.missing():
+            for formats in vllm_kernels.MODES:
+                yield from self._measure(session, step, partial(VllmCache, step, formats), "vllm", formats)
+        yield from self._in_16_bits(session, step)
+
+    def _measure(
+        self, session: Session, step: Step, make: Callable[[], Packed | VllmCache], library: str, formats: str
+    ) -> list[Record]:
+        names = [STEP, ATTENTION]
+        if library == "halfbyte":
+            names += [DECODE] * (not self.requests.prompt) + [INVARIANT]
+        names = [name for name in names if session.wants(self.name, formats, f"{library} {name}")]
+        if not names:
+            return []
+        session.free()
+        cache = make()
+        step.fill(cache)
+        return self._timed(session, step, [cache], {f"{library} {name}": _way(name, step) for name in names})
+
+    def _in_16_bits(self, session: Session, step: Step) -> Iterator[Record]:
+        """torch's attention, and FlashInfer's where it is installed and every request decodes."""
+        session.free()
+        held = Dense.tokens(step)
+        variants = {
+            n: a for n, a in sdpa_variants(session.device.kind, Q_HEADS > KV_HEADS).items() if session.wants(self.name, "bf16", n)
+        }
+        for name, attention in variants.items():
+            yield from self._timed(session, step, [Dense(step, name, attention, held)], {name: _way(ATTENTION, step)})
+        if find_spec("flashinfer") and not self.requests.prompt:
+            q, (k, v) = step.q[:, :, None], held[0]
+            for peer in attention_baselines(session, self.name, q, k, v, ("bf16", "fp8")):
+                if peer.implementation.startswith("flashinfer"):
+                    trial = Trial(peer.implementation, Work(peer.fns), one_by_one(peer.accuracy))
+                    yield from self._records(session, peer.formats, peer.nbytes, len(peer.fns), {peer.implementation: trial})
+
+    def _timed(
+        self, session: Session, step: Step, caches: list[Any], ways: Mapping[str, Callable[[Any], torch.Tensor]]
+    ) -> list[Record]:
+        """Records of ways to use one cache, over as many copies of it as leave the L2."""
+        first = caches[0]
+        copies = session.copies(first.nbytes) if session.device.kind == "cuda" else 1
+        caches = [first, *(first.copied() for _ in range(copies - 1))]
+        judge = _judge(step, first)
+        trials = {name: Trial(name, Work([partial(way, c) for c in caches]), judge) for name, way in ways.items()}
+        return self._records(session, first.formats, first.nbytes, copies, trials)
+
+    def _records(self, session: Session, formats: str, nbytes: int, copies: int, trials: dict[str, Trial]) -> list[Record]:
+        r, records = self.requests, []
+        shape = {"B": r.decodes, "T": r.context, "L": r.prompt, "P": r.past, "page": r.page, "Hq": Q_HEADS, "H": KV_HEADS, "D": DIM}
+        cold = is_cold(copies, nbytes, session.device.cache_bytes) or nbytes > 32 * session.device.cache_bytes
+        for name, outcome in session.time(trials).items():
+            record = Record(OP, shape, formats, name, nbytes, session.environment, case=self.name)
+            if outcome.timing and outcome.accuracy:
+                timing = replace(outcome.timing, method=outcome.timing.method + ("" if cold else ", partly from cache"))
+                records.append(session.against_roofline(with_timing(record, timing, outcome.accuracy)))
+            else:
+                records.append(replace(record, refused=f"{self.name} {formats} {name}: {outcome.refused}"))
+        return records
+
+
+def _way(name: str, step: Step) -> Callable[[Any], torch.Tensor]:
+    """One call of a cache. A token is stored where it lies already, so a step can be repeated."""
+
+    def whole(cache: Packed) -> torch.Tensor:
+        cache.append(step.k, step.v, step.slots)
+        return cache.attend()
+
+    return {
+        STEP: whole,
+        ATTENTION: lambda cache: cache.attend(),
+        DECODE: lambda cache: cache.decode(),
+        INVARIANT: lambda cache: cache.attend(deterministic_batch=True),
+    }[name]
+
+
+def _judge(step: Step, cache: Cache) -> Callable[[Any], Accuracy]:
+    """halfbyte is held to its promise, token by token; a peer to a relative L2 error over what it holds."""
+    base, ref = step.right(cache)
+
+    def judge(outs: Any) -> Accuracy:
+        out = torch.stack(list(outs))
+        if isinstance(cache, Packed):
+            return timed_attention_accuracy(out[..., None, :], base[..., None, :], ref[..., None, :])
+        return Accuracy(max(float((o.double() - ref).norm() / ref.norm()) for o in out), HEAD_ERROR, "relative L2")
+
+    return judge
+
+
+# ----------------------------------------------------------------------------------------------------------- the host's time
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """Host time of eager calls of a step, which needs a GPU; of the plugin's `build`, which needs vLLM."""
+
+    op: str = HOST
+    name: str = "engines, host"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """One record for each call."""
+        with torch.no_grad(), fixed_threads(session.threads):
+            for requests in (CPU[0], CPU[1]):
+                calls = {
+                    name: call
+                    for name, call in self._calls(session, requests).items()
+                    if session.wants(self.name, FORMATS[1], name)
+                }
+                wait = partial(torch.cuda.synchronize, session.device.torch) if session.device.kind == "cuda" else lambda: None
+                for name, timing in overhead.host_seconds(calls, wait).items():
+                    blank = Record(HOST, {"B": requests.decodes, "L": requests.prompt}, FORMATS[1], name, 0, session.environment)
+                    named = replace(blank, case=f"{self.name}, {'mixed' if requests.prompt else 'decode'}")
+                    yield replace(
+                        named, seconds=timing.median, p10=timing.p10, p90=timing.p90, repeats=timing.repeats, method=timing.method
+                    )
+
+    def _calls(self, session: Session, requests: Requests) -> dict[str, Call]:
+        calls: dict[str, Call] = {}
+        step = Step.random(requests, Q_HEADS, KV_HEADS, DIM, session.device.torch)
+        if session.device.kind == "cuda":
+            cache = Packed(step, FORMATS[1])
+            step.fill(cache)
+            calls = {
+                "append_slots": partial(cache.append, step.k, step.v, step.slots),
+                "attention_varlen": cache.attend,
+                STEP: partial(_way(STEP, step), cache),
+            }
+        if find_spec("halfbyte.vllm") and _vllm_installed():
+            calls["build"] = _build(step)
+        return calls
+
+
+def _vllm_installed() -> bool:
+    """Whether vLLM itself is there; stand-ins of `vllm_kernels` are not."""
+    try:
+        return find_spec("vllm") is not None
+    except ValueError:  # a stand-in
+        return False
+
+
+def _build(step: Step) -> Call:
+    """The plugin's metadata of one step, from vLLM's."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from halfbyte.vllm.backend import HalfbyteBuilder
+
+    builder = HalfbyteBuilder.__new__(HalfbyteBuilder)  # `build` reads nothing else of an engine
+    builder.reorder_batch_threshold = 1
+    requests = step.requests
+    given = CommonAttentionMetadata(
+        query_start_loc=step.cu_seqlens_q,
+        query_start_loc_cpu=step.cu_seqlens_q.cpu(),
+        seq_lens=step.lengths,
+        num_reqs=len(requests.lengths),
+        num_actual_tokens=step.q.shape[0],
+        max_query_len=max(requests.queries),
+        max_seq_len=max(requests.lengths),
+        block_table_tensor=step.page_table,
+        slot_mapping=step.slots,
+    )
+    return partial(builder.build, 0, given)
+
+
+# ------------------------------------------------------------------------------------------------------------- how it is told
+
+HEADERS = ("case", "format", "implementation", "us", "GB/s", "of roofline", "x vLLM, same bits", "x decode_attention", "error")
+
+
+def table(measured: Sequence[Record]) -> Table:
+    """A row for each batch, format, library and part of the step; then the host's times."""
+    return HEADERS, [_row(measured, r) for r in measured if r.op in (OP, HOST) and r.shape]
+
+
+def _row(measured: Sequence[Record], r: Record) -> tuple[str, ...]:
+    part = r.implementation.removeprefix("halfbyte ")
+    ours = r.op == OP and part != r.implementation
+    return (
+        *(r.case, r.formats, r.implementation),
+        us(r.seconds) if r.seconds else "refused",
+        rate_text(r.gb_per_s) if r.op == OP else "",
+        f"{100 * r.roof_share:.1f} %" if r.roof_share else "",
+        times_text(_seconds(measured, r, f"vllm {part}"), r.seconds) if ours else "",
+        times_text(_seconds(measured, r, f"halfbyte {DECODE}"), r.seconds) if ours and part == ATTENTION else "",
+        "" if r.error is None else f"{r.error:.2g}",
+    )
+
+
+def _seconds(measured: Sequence[Record], like: Record, implementation: str) -> float | None:
+    wanted = (OP, like.case, like.formats, implementation)
+    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == wanted), None)
+
+
+def faster(measured: Sequence[Record], part: str, than: str, formats: str = "") -> dict[str, float]:
+    """How many times as fast a part of halfbyte's step is as another implementation, by case and format."""
+    found = {}
+    for r in measured:
+        other = _seconds(measured, r, than)
+        if r.op == OP and r.implementation == f"halfbyte {part}" and r.seconds and other and formats in ("", r.formats):
+            found[f"{r.case.removeprefix('engines, ')}, {r.formats}"] = other / r.seconds
+    return found
+
+
+def drawn(measured: Sequence[Record]) -> list[str]:
+    """A step beside vLLM's at the same bits."""
+    found = faster(measured, STEP, f"vllm {STEP}")
+    return [charts.bars(found, x_label="times vLLM's speed", title="Step of an engine")] if found else []
+
+
+def says(measured: Sequence[Record]) -> list[str]:
+    """Against vLLM at the same bits, against decode_attention and itself with deterministic_batch, and on the host."""
+    told = []
+    against = {f: found for f in FORMATS if (found := faster(measured, STEP, f"vllm {STEP}", f))}
+    if against:
+        parts = [f"{_range(found)} times as fast in {f}" for f, found in against.items()]
+        told.append(f"Append and attention of a step run {' and '.join(parts)} as vLLM's kernels at the same bits.")
+    if found := faster(measured, ATTENTION, f"halfbyte {DECODE}"):
+        told.append(f"Over a batch that decodes, attention_varlen is {_range(found)} times as fast as decode_attention.")
+    if found := faster(measured, ATTENTION, f"halfbyte {INVARIANT}"):
+        told.append(f"With deterministic_batch attention takes {_range(found)} times as long.")
+    host = [r for r in measured if r.op == HOST and r.seconds]
+    if host:
+        each = "; ".join(f"{r.implementation} {us(r.seconds)} us ({r.case.rpartition(', ')[2]})" for r in host)
+        told.append(f"Host time of eager calls: {each}.")
+    return told
+
+
+def _range(found: Mapping[str, float]) -> str:
+    """ "1.90 to 2.10"; "1.90" where both are the same."""
+    return " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(found.values()), max(found.values()))))
+
+
+STUDY = Study("engines", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)

@@ -1,0 +1,1 @@
+"""The search for GEMM plans that are faster than the analytic ones."""

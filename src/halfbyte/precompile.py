@@ -1,0 +1,153 @@
+"""Kernels of plans compiled by many processes before they are launched: one after the other they would take minutes.
+
+Nothing is launched and no GPU is needed: a launch on tensors without memory says what would be compiled
+(`kernels/aot/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from halfbyte.device import blocks_by_resource, sm_limits
+from halfbyte.errors import Unsupported, require
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, format_of
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
+from halfbyte.terminal import progress
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.aot.compiling import Configuration
+
+Plan = LinearPlan | DecodePlan
+Pair = tuple[LinearProblem | DecodeProblem, Plan]
+
+
+class BiasedProblem(LinearProblem):
+    """The same with a bias for each weight, in the dtype of x: other kernels by the same plans."""
+
+
+#: More processes than this wait for each other's memory.
+_MOST = 16
+
+
+def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: int = 2) -> int:
+    """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch.
+
+    Fewer variants than `fewest` are left to their launches.
+    """
+    variants = list({_variant(problem, plan): (problem, plan) for problem, plan in wanted}.values())
+    processes = min(_MOST, len(os.sched_getaffinity(0)), len(variants))
+    if processes < 2 or len(variants) < fewest:  # no gain over compiling at the first launch
+        return len(variants)
+    console = Console(stderr=True)
+    with (
+        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
+        progress(console) as bar,
+        contextlib.suppress(BrokenProcessPool),
+    ):
+        task = bar.add_task(f"compiling in {processes} processes", total=len(variants))
+        try:
+            for _ in as_completed([pool.submit(compile_plan, problem, plan, capability) for problem, plan in variants]):
+                bar.advance(task)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return len(variants)
+
+
+def _variant(problem: LinearProblem | DecodeProblem, plan: Plan) -> tuple[object, ...]:
+    """What kernels are compiled for; how many weights and programs there are is in it, or plays no part."""
+    return type(problem), plan.spec
+
+
+def compile_plan(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> None:
+    """Compile one plan's kernels, in this process."""
+    from halfbyte.kernels.aot.compiling import Target, build
+
+    number = 10 * capability[0] + capability[1]
+    target = Target(number)
+    for configuration in configurations(problem, plan, capability):
+        build(configuration, target)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a program of one kernel takes of an SM, how many fit by which `limit`, and the share of an SM's warps that these are."""
+
+    kernel: str
+    threads: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    programs: int
+    limit: str
+    share: float
+
+
+def taken(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Taken]:
+    """The kernels of a tuned plan, compiled; needs no GPU. Raises `MissingPackage` without Triton."""
+    require("triton", "explain --compile")
+    from halfbyte.kernels.aot.compiling import Target, build
+
+    for configuration in configurations(problem, plan, capability):
+        made = build(configuration, Target(10 * capability[0] + capability[1]))
+        threads = 32 * configuration.options.get("num_warps", 4)
+        room = blocks_by_resource(capability, threads=threads, registers=made.registers, shared_bytes=made.shared_bytes)
+        programs, limit = min((count, name) for name, count in room.items())
+        share = programs * threads / sm_limits(capability).threads
+        name = configuration.kernel.__name__.strip("_")
+        yield Taken(name, threads, made.registers, made.spill_bytes, made.shared_bytes, programs, limit, share)
+
+
+def resources(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> dict[str, str]:
+    """`taken` in words. Raises `Unsupported` for caches in pages or with tokens in 16 bits."""
+    if isinstance(problem, DecodeProblem) and (problem.page or problem.sink_tokens or problem.recent_tokens):
+        raise Unsupported("--compile describes contiguous caches without 16-bit tokens; pages and windows are other variants")
+    found: dict[str, str] = {}
+    for t in taken(problem, plan, capability):
+        spilled = f"{t.spill_bytes} bytes spilled" if t.spill_bytes else "none spilled"
+        found[f"{t.kernel} takes"] = (
+            f"{t.registers} registers a thread, {spilled}; {t.shared_bytes / 1024:.0f} KB of shared memory, {t.threads} threads"
+        )
+        found[f"{t.kernel} fits"] = (
+            f"{t.programs} programs a multiprocessor, limited by {t.limit}: {100 * t.share:.0f} % of its warps"
+        )
+    return found
+
+
+def configurations(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
+    """What a launch by this plan would compile."""
+    if isinstance(problem, LinearProblem) and isinstance(plan, LinearPlan):
+        yield from _products(problem, plan, capability)
+    elif isinstance(problem, DecodeProblem) and isinstance(plan, DecodePlan):
+        yield from _attention(problem, plan)
+
+
+def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
+    from halfbyte.kernels.aot.linear import plan_configurations
+
+    yield from plan_configurations(problem, "bias" * isinstance(problem, BiasedProblem), plan, capability)
+
+
+def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:
+    import torch
+
+    from halfbyte.kernels.aot.compiling import empty, kv_buffer
+    from halfbyte.kernels.aot.decode import recorded_launch
+    from halfbyte.kv_buffer import AttentionOptions, DecodeCall
+
+    dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16
+    keys, values = (
+        kv_buffer(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
+    )
+    q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
+    call = DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5, rotate_keys=p.rotate_keys))
+    yield from recorded_launch("decode", call, plan)

@@ -1,0 +1,252 @@
+"""The studies that time nothing, accuracy and memory, in small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.device import Device
+from halfbyte.evals.model import load
+from halfbyte.evals.quality import Setting
+from halfbyte.evals.text import heldout_text, windows
+from halfbyte.formats import KV_FORMATS
+from halfbyte.memory import meta_model, packed_layers
+from halfbyte_lab.evals.heads import Heads, recorded_heads
+from halfbyte_lab.measure import records
+from halfbyte_lab.measure.checks import float64_attention
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.measure.session import Options, Session
+from halfbyte_lab.studies import accuracy, memory, quality_per_bit, study
+
+FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
+
+
+def quick(**options: object) -> Session:
+    return Session(Options(quick=True, threads=1, **options), FAKE)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    return load("demo", torch.device("cpu"))
+
+
+def some_heads(seed: int = 0) -> Heads:
+    torch.manual_seed(seed)
+    return Heads(*(torch.randn(2, h, t, 64).bfloat16() for h, t in ((4, 1), (2, 64), (2, 64))))
+
+
+# ---------------------------------------------------------------------------------------------------------------- accuracy
+
+
+def test_recorded_heads_are_what_attention_sees(shipped: Any) -> None:
+    """Attention over what was recorded, through the layer's own output projection, is what the attention module returns."""
+    model, tokenizer = shipped
+    ids = windows(tokenizer.encode(heldout_text()), 48, 2)
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[2].self_attn.register_forward_hook(lambda module, given, out: seen.append(out[0][:, -1]))
+    found = recorded_heads(model, ids)
+    hook.remove()
+    assert len(found) == 6
+    heads = found[2]
+    assert heads.q.shape == (2, 8, 1, 64)
+    assert heads.k.shape == heads.v.shape == (2, 2, 48, 64)
+    out = float64_attention(heads.q, heads.k, heads.v, 64**-0.5).flatten(1).float()
+    again = model.model.layers[2].self_attn.o_proj(out).detach()
+    assert (again - seen[0]).norm() < 0.02 * seen[0].norm()
+
+
+def test_a_key_bias_changes_no_output_but_what_rounding_does() -> None:
+    heads = some_heads()
+    whole = replace(heads, k=heads.k.round())  # whole numbers stay what they are beside 200
+    biased = whole.with_key_bias()
+    assert biased.k.abs().max() > 190
+    plain, shifted = (float64_attention(h.q, h.k, h.v, 0.125) for h in (whole, biased))
+    assert (plain - shifted).abs().max() < 1e-9
+
+
+def test_errors_of_keys_are_ordered_as_their_bits() -> None:
+    heads, biased = some_heads(), some_heads().with_key_bias()
+
+    def relative(h: Heads, keys: str, rotated: bool = False) -> float:
+        error, norm = accuracy.key_error(h, keys, rotated)
+        return error / norm
+
+    assert 0 < relative(heads, "int8") < relative(heads, "int4_g32") < relative(heads, "int4") < 0.5
+    assert 2 * relative(heads, "int4") < min(relative(heads, "int2_g32"), relative(heads, "int2"))
+    assert relative(biased, "int4_g32") > 5 * relative(heads, "int4_g32")
+    assert relative(biased, "int4", True) < 0.95 * relative(biased, "int4")
+    assert relative(biased, "int4_channel") < 2 * relative(heads, "int4_channel")
+
+
+def test_a_wrong_kernel_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "decode_attention", lambda q, cache: torch.zeros_like(q))
+    job = accuracy.KeysJob(accuracy.PLAIN, (("int8", False),), 2, 64)
+    record = job._record(quick(), [some_heads()], "int8", False)
+    assert "exceeds the allowed" in record.refused
+    assert record.error is None and not record.by_layer  # noqa: PT018
+    assert accuracy.table([record])[1] == []
+
+
+def test_the_study_in_small(shipped: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = shipped
+    monkeypatch.setattr(accuracy, "_shipped", lambda device: (model, tokenizer.encode(heldout_text())))
+    s = quick(output=tmp_path / "r.jsonl")
+    s.study = "accuracy"
+    settings = (Setting("int8", "int8"), Setting("int4", "int4"))
+    keys = (("int8", False), ("int4", False), ("int4", True))
+    s.run(
+        [
+            accuracy.QualityJob(accuracy.CACHES, settings, 1, 48),
+            accuracy.QualityJob(accuracy.WEIGHTS, (Setting(weights="int4_col"),), 1, 48),
+            *(accuracy.KeysJob(case, keys, 1, 64) for case in (accuracy.PLAIN, accuracy.BIASED)),
+        ]
+    )
+    assert not [r.refused for r in s.records if r.refused]
+    base, int8, int4 = s.records[:3]
+    assert (base.perplexity or 0) > 1
+    assert (base.bits, base.error, base.change) == (16, 0, 0)
+    assert (int8.bits, int4.bits) == (8.25, 4.5)
+    assert 0 < (int8.error or 0) < (int4.error or 0)
+    weights = next(r for r in s.records if r.formats == "int4_col")
+    assert 4 < (weights.bits or 0) < 4.2
+    again = records.read(tmp_path / "r.jsonl").records
+    assert again == s.records
+    headers, rows = accuracy.table(again)
+    assert len(rows) == 3 + 2 + 6
+    assert {len(row) for row in rows} == {len(headers)}
+    assert len(accuracy.drawn(again)) == 3
+    first, second = accuracy.says(again)
+    assert "int8 (8.2 bits)" in first
+    assert "4-bit weights change it" in first
+    assert "int4 rotated" in second
+
+
+def test_the_front_gains_a_fifth_with_every_step() -> None:
+    def one(name: str, bits: float, error: float) -> Record:
+        return Record("q", {}, name, "it", 0, quick().environment, bits=bits, error=error)
+
+    found = accuracy.front(
+        [
+            one("a", 4, 0.3),
+            one("worse", 5, 0.3),
+            one("b", 8, 0.1),
+            one("dear", 8, 0.2),
+            one("close", 8.2, 0.09),
+            one("c", 8.5, 0.05),
+        ]
+    )
+    assert [r.formats for r in found] == ["a", "b", "c"]
+
+
+def test_every_format_is_in_the_full_study_and_some_in_a_quick_one() -> None:
+    full = accuracy.jobs(Session(Options(threads=1), FAKE))
+    assert len(full[0].settings) >= 15 and len(full[1].settings) == 17  # type: ignore[attr-defined]  # noqa: PT018
+    assert len(full[2].keys) == 2 * sum(fmt.is_quantized for fmt in KV_FORMATS.values())  # type: ignore[attr-defined]
+    small = accuracy.jobs(quick())
+    assert {accuracy.formats_of(s) for job in small[:2] for s in job.settings} | {  # type: ignore[attr-defined]
+        accuracy._name(*pair)
+        for pair in small[2].keys  # type: ignore[attr-defined]
+    } == set(accuracy.QUICK)
+
+
+# ------------------------------------------------------------------------------------------------------------------ memory
+
+#: Parameters as the model cards give them.
+BILLIONS = {
+    "Llama 2 7B": 6.74,
+    "Mistral 7B": 7.25,
+    "Qwen2.5 7B": 7.62,
+    "Llama 3 8B": 8.03,
+    "Qwen2.5 32B": 32.76,
+    "Llama 2 70B": 68.98,
+    "Llama 3 70B": 70.55,
+}
+
+
+@pytest.mark.parametrize("name", memory.MODELS)
+def test_models_have_the_parameters_of_their_cards(name: str) -> None:
+    model = meta_model(memory.configuration(name), name)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=0.01)
+
+
+@pytest.mark.parametrize("formats", [("bf16", "bf16"), ("int4", "int4"), ("int4_channel", "int4"), ("int8_tensor", "int8")])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_the_longest_context_fits_and_a_block_more_does_not(formats: tuple[str, str], batch: int) -> None:
+    sizes, room = packed_layers(memory.configuration("Qwen2.5 7B"), *formats, ()), 5 * 10**9 + 7
+    tokens = memory.longest(sizes, batch, room)
+    assert sizes.nbytes(batch, tokens) <= room < sizes.nbytes(batch, tokens + memory.BLOCK)
+    assert memory.longest(sizes, batch, 0) == memory.longest(sizes, batch, -(10**9)) == 0
+
+
+def test_records_table_and_charts() -> None:
+    measured = quick(pattern="int8$|bf16 halfbyte|int8 halfbyte").run(memory.jobs(quick()))
+    assert {r.formats for r in measured} == {"bf16", "int8", "int8_channel / int8", "int4_channel / int8"}
+    plain, int8 = measured[0], measured[1]
+    assert 1.9 < int8.shape["24 GB x 1"] / plain.shape["24 GB x 1"] < 2
+    headers, rows = memory.table(measured)
+    assert {len(row) for row in rows} == {len(headers)}
+    whole = [row for row in rows if row[0] == "Llama 3 70B, bf16"]
+    assert len(whole) == 1  # its weights fit on none of the cards
+    assert set(whole[0][4:]) == {"none"}
+    assert len(memory.drawn(measured)) == len(memory.says(measured)) == 2
+    assert all(study(name).name == name for name in ("memory", "accuracy"))
+
+
+# --------------------------------------------------------------------------------------------------------- quality per bit
+
+
+@pytest.mark.slow
+def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain model and one with outliers; each number is where its kind and its model say, and the sentences compare like bits."""
+    model, tokenizer = shipped
+    monkeypatch.setattr(accuracy, "_shipped", lambda device: (model, tokenizer.encode(heldout_text())))
+    s = quick()
+    s.study = "quality-per-bit"
+    alike = (Setting("int4", "int4"), Setting("int4", "int4", rotate_keys=True), quality_per_bit.DEFAULT, Setting("int8", "int4"))
+    two = {name: quality_per_bit.MODELS[name] for name in (quality_per_bit.PLAIN, "Qwen3")}
+    monkeypatch.setattr(quality_per_bit, "MODELS", two)
+    for name, outliers in two.items():
+        s.run(
+            [
+                accuracy.QualityJob(name, alike, 1, 64, outliers=outliers),
+                quality_per_bit.PlansJob(name, (7.0,), 1, 32, outliers=outliers),
+                accuracy.KeysJob(name, (("int4", False), ("int4", True)), 1, 64, outliers=outliers),
+                accuracy.QualityJob(name, (Setting(weights="int4_col"),), 1, 64, quality_per_bit.OF_WEIGHTS, outliers),
+                quality_per_bit.ContinuationsJob(name, (Setting("int2", "int2"), quality_per_bit.DEFAULT), 160, outliers=outliers),
+            ]
+        )
+    assert not [r.refused for r in s.records if r.refused]
+    headers, rows = quality_per_bit.table(s.records)
+    assert headers[2:] == ("bits", quality_per_bit.PLAIN, "Qwen3")
+    assert [row[0] for row in rows].count("KL, all layers alike") == 4
+    by_kind = {(row[0], row[1]): row for row in rows}
+    int4, rotated = (by_kind["KL, all layers alike", name] for name in ("int4", "int4 rotated"))
+    assert float(int4[4]) > 10 * float(rotated[4]) > 10 * float(by_kind["KL, all layers alike", quality_per_bit.DEFAULT.kv][4])
+    assert float(by_kind["attention error, keys", "int4"][4]) > 2 * float(by_kind["attention error, keys", "int4 rotated"][4])
+    (plan,) = (row for row in rows if row[0] == "KL, by layer" and row[3])
+    assert 0 < float(plan[2]) <= 7
+    assert ("KL, weights", "int4_col") in by_kind
+    exact, coarse = (by_kind["equal tokens of 152, perplexity", name] for name in ("bf16", "int2"))
+    assert exact[3].startswith("152, ")
+    assert int(coarse[3].split(",")[0]) < 152
+    assert len(quality_per_bit.drawn(s.records)) == 2
+    default, plans = quality_per_bit.says(s.records)
+    assert default.startswith(
+        "KL of the default cache, int4_channel / int8, and of the best other choice of no more bits: no outliers "
+    )
+    assert "(int8 / int4)" in default
+    assert "of 2 cases" in plans
+
+
+def test_quality_per_bit_measures_every_format_once() -> None:
+    full = quality_per_bit.jobs(Session(Options(threads=1), FAKE))
+    assert [job.name for job in full[::5]] == list(quality_per_bit.MODELS)
+    names = [s.kv for s in full[0].settings]  # type: ignore[attr-defined]
+    assert len(set(names)) == len(names)
+    as_wide_as_a_head = {"int8_g64", "int4_g64", "int2_g64"}
+    assert {s.keys for s in full[0].settings} == {n for n, f in KV_FORMATS.items() if f.is_quantized} - as_wide_as_a_head  # type: ignore[attr-defined]
+    assert quality_per_bit.DEFAULT.kv in names
+    assert not any(KV_FORMATS[s.keys].token_block and s.rotate_keys for s in full[0].settings)  # type: ignore[attr-defined]

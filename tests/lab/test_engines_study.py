@@ -1,0 +1,142 @@
+"""The study of engines: what it runs, that a wrong result gets no time, and how its figures are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfbyte.device import Device, describe
+from halfbyte.errors import InvalidArgument
+from halfbyte_lab.baselines import vllm_kernels
+from halfbyte_lab.cases import engine_step
+from halfbyte_lab.cases.engine_step import Dense, Packed, Requests, Step
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.measure.session import Options, Session
+from halfbyte_lab.studies import engines, study
+
+GPU = Device("cuda", "fake", memory_bytes=2**36, cache_bytes=0, cores=1, threads=1, index=0)
+MIXED = Requests(3, 20, prompt=6, past=15)
+
+
+def session(device: Device | None = None, pattern: str = "", quick: bool = True) -> Session:
+    return Session(Options(quick=quick, pattern=pattern, threads=1), device or describe("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("DIM", 64), ("KV_HEADS", 1), ("Q_HEADS", 2)):
+        monkeypatch.setattr(engines, name, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [Requests(2, 20), MIXED])
+def test_it_runs_on_a_cpu(requests: Requests) -> None:
+    measured = session(pattern="int4|sdpa$").run([engines.StepJob(requests)])
+    ours = [engines.STEP, engines.ATTENTION] + [engines.DECODE] * (not requests.prompt) + [engines.INVARIANT]
+    expected = [(formats, f"halfbyte {part}") for formats in engines.FORMATS[1:] for part in ours]
+    assert [(r.formats, r.implementation) for r in measured] == [*expected, ("bf16", "torch sdpa")]
+    assert all(r.seconds and r.error is not None and not r.refused for r in measured)
+    assert measured[0].shape == {
+        "B": requests.decodes,
+        "T": 20,
+        "L": requests.prompt,
+        "P": requests.past,
+        "page": 16,
+        "Hq": 2,
+        "H": 1,
+        "D": 64,
+    }
+    tokens = 2 * 20 if not requests.prompt else 3 * 20 + 21
+    assert measured[0].nbytes == tokens * (64 + 2 + 32 + 2 * 2 * 2)  # int8 and its scale; int4 with two scales and offsets
+
+
+def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Packed.attend
+    monkeypatch.setattr(Packed, "attend", lambda self: 1.05 * right(self))
+    wrong = session(pattern="halfbyte attention$").run([engines.StepJob(MIXED)])
+    assert [r.seconds for r in wrong] == [None] * len(engines.FORMATS)
+    assert "exceeds the allowed" in wrong[0].refused
+
+
+def test_what_is_said_of_deterministic_batch_ran_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    right = engine_step.attention_varlen
+    monkeypatch.setattr(
+        engine_step, "attention_varlen", lambda *args, **kw: asked.append(kw["deterministic_batch"]) or right(*args, **kw)
+    )
+    for name, expected in ((engines.ATTENTION, {False}), (engines.INVARIANT, {True})):
+        asked.clear()
+        assert session(pattern=f"int8 halfbyte {name}$").run([engines.StepJob(MIXED)])
+        assert set(asked) == expected
+
+
+def test_a_step_stores_its_tokens() -> None:
+    """An append that went astray would not be noticed by attention over tokens that lie there already."""
+    step = Step.random(MIXED, 2, 1, 64, torch.device("cpu"))
+    cache = Packed(step, "int8")
+    step.fill(cache)
+    filled = cache.memory.clone()
+    for request, new in enumerate(MIXED.queries):
+        length = MIXED.lengths[request]
+        lost = engine_step.slots_of(step.page_table[request], length, 16)[-new:]
+        cache.append(torch.zeros(new, 1, 64), torch.zeros(new, 1, 64), lost)
+    assert not torch.equal(cache.memory, filled)
+    cache.append(step.k, step.v, step.slots)
+    assert torch.equal(cache.memory, filled)
+
+
+def test_all_caches_hold_the_same_tokens() -> None:
+    step = Step.random(MIXED, 2, 1, 64, torch.device("cpu"))
+    cache = Packed(step, "int8")
+    step.fill(cache)
+    dense = Dense(step, "", torch.nn.functional.scaled_dot_product_attention, Dense.tokens(step))
+    for request, length in enumerate(MIXED.lengths):
+        for packed, plain in zip(cache.held(request, length), dense.held(request, length), strict=True):
+            assert packed.shape == plain.shape == (1, 1, length, 64)
+            assert (packed - plain).norm() < 0.01 * plain.norm()
+
+
+def test_cases_of_a_gpu() -> None:
+    names = [job.name for job in engines.jobs(session(GPU, quick=False))]
+    assert len(names) == len(set(names)) == len(engines.CASES) + 1
+    assert names[1] == "engines, 64 x 8,192 + prompt of 512 behind 3,584, pages of 16"
+    assert len(engines.jobs(session(GPU))) == 3
+
+
+def test_sources_without_the_kernels_are_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SOURCES", str(tmp_path))
+    assert vllm_kernels.missing() == ""
+    with pytest.raises(InvalidArgument, match=r"lacks .*triton_attention_helpers\.py"):
+        vllm_kernels.kernels()
+
+
+def test_how_it_is_told() -> None:
+    here, measured = session(), list[Record]()
+    times = {"halfbyte step": 2e-4, "halfbyte attention": 1.9e-4, "halfbyte decode_attention": 1.9e-4, "vllm step": 6e-4}
+    times |= {f"halfbyte {engines.INVARIANT}": 3.8e-4}
+    for formats in ("int8", "int4"):
+        for name, seconds in times.items():
+            blank = Record(engines.OP, {"B": 64}, formats, name, 10**6, here.environment, case="engines, 64 x 8,192")
+            measured.append(replace(blank, seconds=seconds, error=1e-3))
+    blank = Record(engines.HOST, {"B": 2}, "int4", "build", 0, here.environment, case="engines, host, decode")
+    measured.append(replace(blank, seconds=2e-5))
+    headers, rows = engines.table(measured)
+    assert len(rows) == len(measured)
+    assert all(len(row) == len(headers) for row in rows)
+    assert rows[0][6:] == ("3.00", "", "0.001")
+    assert rows[1][6:] == ("", "1.00", "0.001")
+    assert engines.says(measured) == [
+        "Append and attention of a step run 3.00 times as fast in int8 and 3.00 times as fast in int4 as vLLM's kernels at the "
+        "same bits.",
+        "Over a batch that decodes, attention_varlen is 1.00 times as fast as decode_attention.",
+        "With deterministic_batch attention takes 2.00 times as long.",
+        "Host time of eager calls: build 20.0 us (decode).",
+    ]
+    assert "64 x 8,192, int8" in engines.drawn(measured)[0]
+    assert engines.says([]) == engines.drawn([]) == []
+
+
+def test_it_is_found_by_its_name() -> None:
+    assert study("engines") is engines.STUDY

@@ -1,0 +1,104 @@
+"""Study `step`: its cases, what the filter chooses, and how records are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from halfbyte.device import Device
+from halfbyte_lab import model_step
+from halfbyte_lab.measure.checks import BenchmarkRefused
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.measure.session import Options, Session
+from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, SIZES, Steps
+from halfbyte_lab.studies import step, study
+
+CPU = Device("cpu", "fake", memory_bytes=2**33, cache_bytes=0, cores=1, threads=1)
+GPU = Device("cuda", "fake gpu", 141 * 10**9, 50 * 2**20, 8, 8, index=0, capability=(9, 0), sm_count=132, driver="580.1")
+
+
+def test_cases_can_be_built() -> None:
+    for case in step.CASES:
+        config = SIZES[case.model]
+        assert config.hidden_size % 128 == config.intermediate_size % 128 == 0  # the groups of the weights
+        assert case.context + step.NEW <= config.max_position_embeddings
+        Steps(case.batch, case.context, step.NEW)
+    assert study("step").name == "step"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [("", ["8b-1", "8b-8", "8b-64", "0.6b-1", "1.7b-1", "70b-1"]), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])],
+)
+def test_the_last_case_of_a_filter_is_traced(pattern: str, names: list[str]) -> None:
+    found = step.jobs(Session(Options(pattern=pattern), GPU))
+    assert [job.name for job in found] == names
+    assert [job.traced for job in found] == [False] * (len(names) - 1) + [True]  # type: ignore[attr-defined]
+
+
+def test_ranks_run_where_there_are_gpus_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    found = step.jobs(Session(Options(pattern="70b"), GPU))
+    assert [job.name for job in found] == ["70b-1", "70b-1 on 2", "70b-1 on 4"]
+    assert [job.traced for job in found] == [True, False, False]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured() -> None:
+    """In two processes; ranks whose logits differ are refused there."""
+    session = Session(Options(pattern="demo-2 on 2", threads=1), CPU)
+    (record,) = session.run(step.jobs(session))
+    assert record.shape == {"B": 2, "T": 64, "layers": 6, "ranks": 2}
+    assert record.seconds
+
+
+def test_sizes_that_ranks_cannot_share_are_refused() -> None:
+    config = LlamaConfig(num_attention_heads=6, num_key_value_heads=3, hidden_size=384)
+    with pytest.raises(BenchmarkRefused, match="num_key_value_heads=3"):
+        step.share(config, 2, CPU, step.FORMATS)
+
+
+@pytest.mark.slow
+def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_step, "_REPEATS", 1)
+    monkeypatch.setattr(model_step, "_WARM_UP", 1)
+    session = Session(Options(pattern="demo-2 (?!on).*(transformers|fused)", threads=1), CPU)
+    measured = session.run(step.jobs(session))
+    assert [r.implementation for r in measured] == 2 * [PLAIN.name, PACKED[2].name]
+    assert [bool(r.kernels) for r in measured] == [False, False, True, True]
+    headers, rows = step.table(measured[2:])
+    assert [len(row) for row in rows] == 2 * [len(headers)]
+    assert rows[0][5] == "1.00"
+    other = replace(measured[2], environment=replace(measured[2].environment, date="another day"))
+    assert [row[5] for row in step.table([other, measured[3]])[1]] == ["1.00", ""]  # 16 bits of another run
+    assert len(step.drawn(measured)) == 1
+    assert "demo-2: " in step.says(measured)[0]
+    fused = step.kinds(measured[3])
+    assert fused["linear"] > 0 < fused["attention"]
+    assert sum(fused.values()) == pytest.approx(1e6 * (measured[3].seconds or 0), rel=0.5)
+
+
+def test_launches_by_kind() -> None:
+    kernels = {
+        "129 x linear": 1e-3,
+        "32 x decode": 3e-4,
+        "32 x append_tokens": 1e-4,
+        "64 x add_norm": 2e-4,
+        "32 x gated": 5e-5,
+        "7 x copy": 1e-5,
+    }
+    record = Record("generate", {"B": 1}, "f", "halfbyte, fused blocks", 10**9, Session(Options(), CPU).environment, seconds=2e-3)
+    traced = replace(record, kernels=kernels, roof_share=0.5, case="8b-1", note="first token 101.5 ms")
+    found = {kind: round(us) for kind, us in step.kinds(traced).items()}
+    assert found == {"linear": 1000, "attention": 300, "append": 100, "norm": 200, "activation": 50, "other": 10, "gaps": 340}
+    (row,) = step.table([traced])[1]
+    assert row == ("8b-1", "halfbyte, fused blocks", "f", "2.00", "500", "", "1.00", "50%", "101.5", "600 tokens/s")
+    alone = replace(record, implementation=record.implementation + ALONE, seconds=1.8e-3, case="8b-1")
+    assert step.says([traced, alone]) == [
+        "8b-1: halfbyte, fused blocks makes 500 tokens/s, 2.00 ms a step; its graph alone takes 1.80 ms."
+    ]
+    assert step.drawn([record]) == []
+    assert step.kinds(replace(traced, seconds=1e-3))["linear"] == pytest.approx(1000)  # traced slower than timed: no gap
