@@ -1,5 +1,4 @@
-"""Write the generated parts of README.md and docs/: tables and figures of records, charts, the command line, public names; and
-the table of crossovers that ships with the library.
+"""Write the generated parts of README.md and docs/: tables and figures of records, charts, the command line, public names.
 
 python scripts/make_docs.py            rewrite them, and print how many words were written by hand; exit 1 if any was out of date
 python scripts/make_docs.py --check    write nothing
@@ -93,8 +92,8 @@ def stale_pages() -> dict[Path, str]:
 
 
 def stale_files() -> dict[Path, str]:
-    """Everything generated that is out of date, pages, the chart of the README and what ships, and what it should be."""
-    files = {ROOT / name: svg for name, svg in hero.pictures().items()} | {crossovers.FILE: crossovers.text()}
+    """Everything generated that is out of date, pages and the chart of the README, and what it should be."""
+    files = {ROOT / name: svg for name, svg in hero.pictures().items()}
     changed = {path: text for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text}
     return stale_pages() | changed
 

@@ -306,11 +306,11 @@ def _drawn(name: str) -> list[tuple[list[Record], Sequence[str]]]:
 
 def study_records(name: str) -> list[Record]:
     """The last record of each thing that a study measured: on a GPU or, where it ran on none, on a CPU; else what it derives."""
-    of_gpu, of_cpu = ([r for r in map(_marked, _read(file)) if r.study == name] for file in ("gpu.jsonl", "cpu.jsonl"))
+    of_gpu, of_cpu = ([r for r in map(marked, _read(file)) if r.study == name] for file in ("gpu.jsonl", "cpu.jsonl"))
     return compare.latest(of_gpu or of_cpu) or list(studies.study(name).derive(_read("gpu.jsonl")))
 
 
-def _marked(r: Record) -> Record:
+def marked(r: Record) -> Record:
     """Those of `python -m halfbyte_lab qkv` belong to a study, and earlier ones do not say so."""
     return replace(r, study="fused-qkv") if r.op in (qkv_cases.OP, qkv_cases.FUSED_OP) else r
 

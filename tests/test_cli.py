@@ -177,7 +177,6 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("explain", "--linear", "4096,1024,1024x4096", "--weights", "nf4", "--rows", "4", *hardware, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["work"] == "x [4, 4096] times nf4 [4096, 4096], nf4 [1024, 4096], nf4 [1024, 4096]"
-    assert facts["16 bits"].startswith("not measured on this GPU; measured on NVIDIA H200 with nf4 [6144, 4096]: ")
     assert run("explain", "--heads", "8/2", *hardware) == 0
     assert "2 work items" in capsys.readouterr().out
 

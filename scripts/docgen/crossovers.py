@@ -1,19 +1,53 @@
-"""From which size on packed data is faster than 16 bits: the table that ships with the library, and what the pages say of it."""
+"""From which size on packed data is faster than 16 bits, by what was measured size by size."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from docgen.sources import ATTENTION_OPS, DATA, OURS, Record, by_machine, tables
-from halfbyte.plans.crossovers import ATTENTION, LINEAR, Crossovers, crossing, numbers, sizes_of
+from docgen.sources import ATTENTION_OPS, OURS, Record, by_machine, tables
 from halfbyte.settings import HALVES
 
-FILE = DATA / "crossovers.json"
+#: {GPU: {"attention" or "linear": {formats: {shape: {size: times as fast}}}}}. Formats: "int8", or "int8+int4" of keys and values.
+#: Shapes: "32/8 x 128" (query heads / KV heads x head dim), "4096 x 8192" (N x K). Sizes: "128 x 2048" (batch x tokens), "64" (M).
+Crossovers = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]]
+ATTENTION, LINEAR = "attention", "linear"
 #: What every figure is, in words.
 _AGAINST = "Compared with the fastest 16-bit kernel of the same run, in the newest run of each case."
+
+
+class Size(NamedTuple):
+    """A measured size. `at` grows with what favors packed data: batch x tokens x KV heads, or -M."""
+
+    at: int
+    label: str
+    times: float
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The whole numbers of a shape or a size."""
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def sizes_of(op: str, shape: str, measured: Mapping[str, float]) -> list[Size]:
+    """The sizes of a case, the least favorable first: attention over few tokens, a GEMM with large M."""
+    if op == LINEAR:
+        return sorted(Size(-int(m), _label(int(m)), times) for m, times in measured.items())
+    kv_heads, found = numbers(shape)[1], {numbers(size): times for size, times in measured.items()}
+    return sorted(Size(b * t * kv_heads, _label(b, t), times) for (b, t), times in found.items())
+
+
+def crossing(sizes: Sequence[Size]) -> tuple[Size | None, Size | None]:
+    """The last size at which packed data is slower, and the one from which on it is faster; None where none was measured."""
+    first = next((i + 1 for i in reversed(range(len(sizes))) if sizes[i].times < 1), 0)
+    around = (None, *sizes, None)
+    return around[first], around[first + 1]
+
+
+def _label(*size: int) -> str:
+    return "{} x {:,} tokens".format(*size) if len(size) == 2 else f"M = {size[0]}"
 
 
 def measured() -> Crossovers:
@@ -23,19 +57,31 @@ def measured() -> Crossovers:
     return {gpu: ops for gpu, ops in found.items() if ops}
 
 
-def of_machine(records: Sequence[Record]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """That of one GPU: of each size the newest run that timed 16 bits too."""
-    newest: dict[tuple[str, ...], tuple[str, float]] = {}
+def _pairs(records: Sequence[Record]) -> dict[tuple[str, ...], tuple[Record, Record]]:
+    """Of one GPU and each op, format, shape and size: ours, of the newest run that timed 16 bits too, and the fastest 16 bits."""
+    pairs: dict[tuple[str, ...], tuple[Record, Record]] = {}
     for (_, shape, size, *_, date), run in _runs(records).items():
-        plain = min((r.seconds or math.inf for r in run if r.formats in HALVES), default=math.inf)
-        for r in run if plain < math.inf else ():
+        plain = min((r for r in run if r.formats in HALVES), key=lambda r: r.seconds or math.inf, default=None)
+        for r in run if plain else ():
             if r.implementation == OURS and r.formats not in HALVES:
                 key = (LINEAR if r.op == LINEAR else ATTENTION, r.formats, shape, size)
-                if date >= newest.get(key, ("",))[0]:
-                    newest[key] = (date, plain / (r.seconds or math.inf))
+                if plain and (key not in pairs or date >= pairs[key][0].environment.date):
+                    pairs[key] = (r, plain)
+    return pairs
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """The records of one GPU that `of_machine` reads."""
+    return [r for pair in _pairs(records).values() for r in pair]
+
+
+def of_machine(records: Sequence[Record]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """The table of one GPU."""
+    pairs = _pairs(records)
     found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
-    for op, formats, shape, size in sorted(newest, key=lambda key: (*key[:2], numbers(key[2]), numbers(key[3]))):
-        times = newest[op, formats, shape, size][1]
+    for op, formats, shape, size in sorted(pairs, key=lambda key: (*key[:2], numbers(key[2]), numbers(key[3]))):
+        ours, plain = pairs[op, formats, shape, size]
+        times = (plain.seconds or math.inf) / (ours.seconds or math.inf)
         cell = round(times, 2) if times >= 1 else min(round(times, 2), 0.99)  # what is slower stays so
         found.setdefault(op, {}).setdefault(formats, {}).setdefault(shape, {})[size] = cell
     return found
@@ -56,11 +102,6 @@ def _runs(records: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
             continue
         found.setdefault((r.op, *of, r.study, r.case, r.environment.date), []).append(r)
     return found
-
-
-def text() -> str:
-    """The file: a line for each format and shape."""
-    return re.sub(r"\{[^{}]*\}", lambda sizes: json.dumps(json.loads(sizes[0])), json.dumps(measured(), indent=1)) + "\n"
 
 
 def attention() -> str:

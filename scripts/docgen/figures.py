@@ -51,17 +51,6 @@ def _host_time() -> str:
     return _span((1e6 * r.seconds for r in tables.gpu_records() if r.case.startswith("host time") and r.seconds), 0, " us")
 
 
-def _plans() -> list[dict[str, Any]]:
-    """The measured plans that ship."""
-    found: list[dict[str, Any]] = json.loads((DATA / "plans" / "nvidia-h200.json").read_text(encoding="utf-8"))["entries"]
-    return found
-
-
-def _tuned_gain() -> str:
-    """How much faster the plans are that replace an analytic one."""
-    return _span((100 * (entry["analytic us"] / entry["us"] - 1) for entry in _plans() if entry["choice"]), 1, " %")
-
-
 # ------------------------------------------------------------------------------------------------------------------ a CPU
 
 
@@ -123,7 +112,7 @@ def _demo_time() -> str:
 
 def _step(implementation: str) -> Record:
     """The last record of a decode step of a whole model."""
-    return [r for r in model() if r.implementation == implementation][-1]
+    return max((r for r in model() if r.implementation == implementation), key=lambda r: r.environment.date)
 
 
 def _step_ms(implementation: str) -> str:
@@ -160,9 +149,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "largest_m": _largest_m,
     "largest_m_8192": lambda: _largest_m(8192**2),
     "parameters": _parameters,
-    "plans": lambda: str(len(_plans())),
-    "plans_gain": _tuned_gain,
-    "plans_tuned": lambda: str(sum(bool(entry["choice"]) for entry in _plans())),
     "roofline_int4": lambda: _roofline("int4"),
     "roofline_int8": lambda: _roofline("int8"),
     "rows_64": lambda: _many_rows(64),

@@ -16,10 +16,9 @@ per-channel keys.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -75,11 +74,6 @@ class Code:
             return raw.to(torch.uint8).view(torch.int8).float()
         return (raw - self.bias).float()
 
-    def levels(self) -> torch.Tensor:
-        """Deprecated name of `codebook`."""
-        warnings.warn("Code.levels() is called Code.codebook()", DeprecationWarning, stacklevel=2)
-        return self.codebook()
-
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BNB_FP4 = tuple(v / 12 for v in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
@@ -122,16 +116,6 @@ class Scale:
     granularity: Granularity
     group: int | None = None
     nested: int | None = None
-
-    def __post_init__(self) -> None:
-        self.__setstate__(vars(self))
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Up to 0.1, `out_channel` was called `column`; a QuantTensor pickled then still has that name."""
-        vars(self).update(state)
-        if state["granularity"] == "column":
-            warnings.warn("granularity 'column' is called 'out_channel'", DeprecationWarning, stacklevel=4)
-            vars(self)["granularity"] = "out_channel"
 
     @property
     def storage(self) -> torch.dtype:

@@ -68,20 +68,11 @@ def _model_folder(path: Path, what: str) -> Path:
     return path
 
 
-def shipped_plans(gpu: str) -> Path:
-    """The file of measured plans that comes with the library for GPUs of this name, if there is one."""
-    return Path(__file__).parent / "data" / "plans" / _plans_name(gpu)
-
-
 def own_plans(gpu: str) -> Path:
     """Where measured plans of GPUs of this name are stored: below XDG_CACHE_HOME, which is ~/.cache unless set."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
-    return folder / "halfbyte" / "plans" / _plans_name(gpu)
-
-
-def _plans_name(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+    return folder / "halfbyte" / "plans" / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
 def write_whole(path: Path, text: str) -> Path:

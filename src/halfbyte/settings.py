@@ -50,8 +50,8 @@ def as_set() -> tuple[object, object]:
 
 
 def stored_plans() -> str:
-    """HALFBYTE_PLANS: a file to take measured plans from, and from no other; 0: from none; unset: those stored for this GPU and
-    those that ship with the library. Read when a problem is planned for the first time.
+    """HALFBYTE_PLANS: a file to take measured plans from, and from no other; 0: from none; unset: those stored for this GPU.
+    Read when a problem is planned for the first time.
     """
     value = os.environ.get("HALFBYTE_PLANS", "")
     if value not in ("", "0") and not os.path.isfile(value):

@@ -70,7 +70,7 @@ def test_a_command_without_the_option_leaves_nothing_out() -> None:
 
 
 def test_every_table_of_the_benchmarks_fits() -> None:
-    measured, _ = read_all([ROOT / "results" / "gpu-quick.jsonl", ROOT / "results" / "cpu.jsonl"])
+    measured, _ = read_all([ROOT / "results" / "gpu.jsonl", ROOT / "results" / "cpu.jsonl"])
     sections = by_section(measured, section_of)
     assert len(sections) > 8
     for section, records in sections:

@@ -15,12 +15,12 @@ import torch
 import halfbyte
 from halfbyte import precompile
 from halfbyte.cli import app as halfbyte_app
-from halfbyte.device import GPU, H200, describe, sm_shared_memory
+from halfbyte.device import H200, describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.evals.environment import Environment
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import by_plan
-from halfbyte.paths import own_plans, shipped_plans
+from halfbyte.paths import own_plans
 from halfbyte.plans.decode_attention import DecodePlan, dense_problem, gluon_plan
 from halfbyte.plans.explain import linear_explanation
 from halfbyte.plans.linear import BLOCK_BYTES, shares
@@ -262,18 +262,14 @@ def test_where_plans_are_looked_for(home: Path, monkeypatch: pytest.MonkeyPatch)
     gpu = "NVIDIA Imaginary X1"
     own = own_plans(gpu)
     assert own == home / "halfbyte" / "plans" / "nvidia-imaginary-x1.json"
-    assert shipped_plans(gpu).name == own.name
     assert table_of(gpu, 7) == Table(gpu, 7, note=f"nothing is stored for {gpu}")
     _table_of.cache_clear()
-    shipped = home / "shipped.json"
-    monkeypatch.setattr("halfbyte.plans.tuning_cache.shipped_plans", lambda _: shipped)
-    write(shipped, Table(gpu, 7, {key_of(PROBLEM): entry(CHOICE), key_of(OTHER): entry(None)}))
-    write(own, Table(gpu, 7, {key_of(PROBLEM): entry(None)}))
-    found = table_of(gpu, 7)
-    assert found.entries[key_of(PROBLEM)].file == str(own)  # one's own go before those of the library
-    assert found.entries[key_of(OTHER)].file == str(shipped)
-    monkeypatch.setenv("HALFBYTE_PLANS", str(shipped))
-    assert {one.file for one in table_of(gpu, 7).entries.values()} == {str(shipped)}
+    write(own, Table(gpu, 7, {key_of(PROBLEM): entry(CHOICE)}))
+    assert {one.file for one in table_of(gpu, 7).entries.values()} == {str(own)}
+    other = home / "other.json"
+    write(other, Table(gpu, 7, {key_of(OTHER): entry(None)}))
+    monkeypatch.setenv("HALFBYTE_PLANS", str(other))
+    assert {key: one.file for key, one in table_of(gpu, 7).entries.items()} == {key_of(OTHER): str(other)}
     monkeypatch.setenv("HALFBYTE_PLANS", "0")
     assert table_of(gpu, 7) == Table(gpu, 7, note="HALFBYTE_PLANS=0")
     monkeypatch.setenv("HALFBYTE_PLANS", str(home / "no such file"))
@@ -316,22 +312,6 @@ def test_a_damaged_file_is_left_out_with_a_warning(how: str, home: Path) -> None
     assert found.entries == {}
     assert str(file) in found.note  # which is what `explain` says
     assert table_of("NVIDIA Imaginary X1", 7) == found  # warned once
-
-
-def test_shipped_tables_are_legal() -> None:
-    """Of every file that comes with the library: it can be read, and each of its choices makes a plan."""
-    files = sorted(shipped_plans("any").parent.glob("*.json"))
-    if not files:
-        pytest.skip("no measured plans come with the library now")
-    for file in files:
-        found = read(file)
-        assert shipped_plans(found.gpu) == file
-        for key, one in found.entries.items():
-            fields = json.loads(key)
-            weights = tuple((WEIGHT_FORMATS[name], n) for name, n in fields["weights"])
-            problem = LinearProblem(weights, fields["rows"], fields["width"], fields["half"])
-            source = linear_plan(problem, GPU("", found.num_sms, (9, 0)), True, found)[1]
-            assert source.startswith("analytic (nothing else" if one.choice is None else "tuned for"), source
 
 
 # ------------------------------------------------------------------------------------------------------------------ explain

@@ -29,7 +29,6 @@ LAYERS = (
     {"kernels", "cpu"},
     {"plans", "settings", "device"},
     {"reference"},
-    {"planes"},
     {"kv_buffer"},
     {"tensors"},
     {"packing"},
@@ -260,7 +259,7 @@ def test_only_registries_name_formats() -> None:
     """No code below the top asks for a format by its name: what it needs is a property of the Format."""
     names = {*halfbyte.KV_FORMATS, *halfbyte.WEIGHT_FORMATS} - {"fp16", "bf16"}
     for path in FILES:
-        if unit(path) not in ("reference", "cpu", "ops", "kernels", "planes", "tensors", "packing", "paging"):
+        if unit(path) not in ("reference", "cpu", "ops", "kernels", "tensors", "packing", "paging"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):

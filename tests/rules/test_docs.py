@@ -33,6 +33,11 @@ def test_what_is_generated_is_up_to_date_and_the_words_are_few() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_records_are_those_that_tables_are_made_of() -> None:
+    """`scripts/keep_records.py` drops the others."""
+    assert max(file.stat().st_size for file in (ROOT / "results").iterdir()) < 2_500_000
+
+
 def test_a_page_that_is_out_of_date_is_found() -> None:
     page = "hand\n<!-- table -->\nold\n<!-- /table -->\nabout <!-- =size -->7<!-- / --> bytes\n"
     made = fill(page, {"table": lambda: "new"}, {"size": lambda: "8"}, "page")

@@ -165,7 +165,7 @@ def explain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Which kernel a GPU runs for decode attention or a linear layer: tiles, splits, reasons; if it is faster than 16 bits."""
+    """Which kernel a GPU runs for decode attention or a linear layer: tiles, splits, reasons."""
     from halfbyte.plans.explain import explanation, linear_explanation
     from halfbyte.plans.tuning_cache import NO_TABLE, table_of
 

@@ -10,7 +10,6 @@ from halfbyte.cache_options import token_bytes
 from halfbyte.device import GPU, H200
 from halfbyte.errors import check
 from halfbyte.formats import check_window, key_format, value_format, weight_format
-from halfbyte.plans.crossovers import attention_fact, linear_fact, shipped
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, gluon_plan, queries_of_a_block
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
@@ -19,8 +18,6 @@ from halfbyte.plans.tuning_cache import NO_TABLE, Table, linear_plan
 from halfbyte.reference.hadamard import block_size
 from halfbyte.settings import check_half
 
-#: Only tuned kernels, and cuBLAS on dequantized slabs, were compared with 16 bits.
-_PORTABLE = "not measured with the portable kernel"
 #: More facts about a plan of a tuned kernel: what `halfbyte.precompile.resources` finds by compiling it.
 Resources = Callable[[Any, Any, tuple[int, int]], Mapping[str, str]]
 
@@ -81,12 +78,6 @@ def explanation(
         )
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
     tuned = gluon_plan(p, gpu.num_sms, gpu.capability, True)
-    if k.is_quantized or v.is_quantized:
-        asked = {"pages": page, "sink and recent tokens": sum(window), "batch invariance": deterministic_batch}
-        without = ", ".join(name for name, there in {**asked, "further new tokens": queries > 1}.items() if there)
-        shape = (batch, q_heads, kv_heads, dim, capacity)
-        measured = attention_fact(shape, queries, (k, v), without, gpu.name, shipped())
-        facts["16 bits"] = measured if isinstance(tuned, DecodePlan) else _PORTABLE
     if isinstance(tuned, DecodePlan):
         return facts | tuned.describe() | dict(resources(p, tuned, gpu.capability))
     return facts | {"not gluon": tuned} | portable_plan(p, gpu.num_sms, gpu.capability).describe(p)
@@ -132,8 +123,6 @@ def linear_explanation(
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
     problem = LinearProblem(tuple(zip(formats, features, strict=True)), rows, width, dtype)
     tuned, source = linear_plan(problem, gpu, True, table)
-    measured = linear_fact(features, width, formats, rows, gpu.name, shipped())
-    facts["16 bits"] = measured if isinstance(tuned, LinearPlan) or expanded(problem) else _PORTABLE
     if isinstance(tuned, LinearPlan):
         kernel, *rest = tuned.describe(rows).items()
         return facts | dict([kernel, ("plan", source), *rest, *resources(problem, tuned, gpu.capability).items()])

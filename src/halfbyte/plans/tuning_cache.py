@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 from halfbyte.device import GPU
 from halfbyte.errors import HalfbyteError
-from halfbyte.paths import own_plans, shipped_plans
+from halfbyte.paths import own_plans
 from halfbyte.plans.decode_spec import padded
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -109,7 +108,7 @@ def _source(entry: TunedEntry) -> str:
 
 
 def table_of(gpu: str, num_sms: int) -> Table:
-    """What is stored for GPUs of this name and size: the user's own measurements override those shipped with the library.
+    """What `python -m halfbyte_lab tune` stored for GPUs of this name and size.
 
     An unusable file is skipped, with a warning the first time.
     """
@@ -120,19 +119,16 @@ def table_of(gpu: str, num_sms: int) -> Table:
 def _table_of(gpu: str, num_sms: int, setting: str, own: str) -> Table:
     if setting == "0":
         return Table(gpu, num_sms, note="HALFBYTE_PLANS=0")
-    files = [Path(setting)] if setting else [file for file in (shipped_plans(gpu), Path(own)) if os.path.exists(file)]
-    entries: dict[str, TunedEntry] = {}
-    note = f"nothing is stored for {gpu}"
-    for file in files:
-        try:
-            found = read(file)
-            check_gpu(found, gpu, num_sms, str(file))
-        except (DamagedPlans, OSError) as error:
-            warnings.warn(f"halfbyte: measured plans are left out: {error}; measure them again", stacklevel=2)
-            note = str(error)
-            continue
-        entries |= found.entries
-    return Table(gpu, num_sms, entries, note="" if entries else note)
+    file = Path(setting or own)
+    if not file.exists():
+        return Table(gpu, num_sms, note=f"nothing is stored for {gpu}")
+    try:
+        table = read(file)
+        check_gpu(table, gpu, num_sms, str(file))
+    except (DamagedPlans, OSError) as error:
+        warnings.warn(f"halfbyte: measured plans are left out: {error}; measure them again", stacklevel=2)
+        return Table(gpu, num_sms, note=str(error))
+    return Table(gpu, num_sms, table.entries)
 
 
 def check_gpu(found: Table, gpu: str, num_sms: int, file: str) -> None:

@@ -105,10 +105,11 @@ class Record:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False, sort_keys=True)
 
     @staticmethod
-    def from_json(line: str) -> Record:
-        """The inverse of `to_json`. Raises one of `_DAMAGE` on anything else."""
+    def from_json(line: str, before: Record | None = None) -> Record:
+        """The inverse of `to_json`. Raises one of `_DAMAGE` on anything else. A line without environment has that of `before`."""
         data: dict[str, Any] = json.loads(line)
-        whole = {"bars": (), "by_layer": (), **data, "environment": Environment(**data["environment"])}
+        where = before.environment if before and "environment" not in data else Environment(**data["environment"])
+        whole = {"bars": (), "by_layer": (), **data, "environment": where}
         bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
         made = Record(**{**whole, "shape": whole["shape"], "bars": bars, "by_layer": tuple(whole["by_layer"])})
         parts: tuple[Record | Environment | Verdict, ...] = (made, made.environment, *bars)
@@ -193,7 +194,7 @@ def read(path: Path | str) -> Records:
         if not line.strip():
             continue
         try:
-            records.append(Record.from_json(line.decode()))
+            records.append(Record.from_json(line.decode(), records[-1] if records else None))
         except _DAMAGE as error:
             if number == len(lines):  # no line break after it: the write did not finish
                 return Records(records, f"{path}: the last line ({len(line)} bytes) was cut while being written; skipped")
