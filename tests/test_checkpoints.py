@@ -252,6 +252,123 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         weight_from_tensors(drawn.config, drawn.tensors, 8, 0)
 
 
+# ------------------------------------------------------------------------------------------------- scales, orders and overrides
+
+
+#: Kind -> the tensor of its scales, and how many in features one of them is for.
+SCALES = {
+    "gptq v2": ("scales", 32),
+    "gptq v1 sym": ("scales", 32),
+    "awq": ("scales", 32),
+    "bnb nf4": ("weight.absmax", 64),
+    "bnb fp4": ("weight.absmax", 64),
+    "bnb nf4, saved after a forward on a CPU": ("weight.absmax", 64),
+    "ct int4": ("weight_scale", 32),
+    "ct int4 asym": ("weight_scale", 64),
+    "ct int8": ("weight_scale", 128),
+    "ct nvfp4": ("weight_scale", 16),
+    "modelopt nvfp4": ("weight_scale", 16),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0**-8])
+def test_scales_of_zero_below_zero_and_of_tiny_rows(kind: str, factor: float, tmp_path: Path) -> None:
+    """The first scale times a factor: the values of its block, and no others, are multiplied by it."""
+    drawn, (part, block) = draw(kind, 16, 128), SCALES[kind]
+    first = drawn.tensors[part].view(-1)[:1]
+    before = first.float().clone()
+    first.copy_((before * factor).to(first.dtype))
+    drawn.values[0, :block] *= (first.float() / before).numpy()
+    values = convert(drawn, tmp_path).dequantize().numpy()
+    np.testing.assert_allclose(values, drawn.values, rtol=1e-3 if part == "scales" else 1e-6)
+    assert (values[0, :block] == 0).all() == (factor == 0)
+
+
+def test_nested_scales_of_zero_blocks(tmp_path: Path) -> None:
+    """bitsandbytes rounds the scale of an empty block to a little on either side of 0, and of other tables to exactly 0."""
+    for options in ({}, {"block": 128, "second": 512}):
+        drawn = bnb(8, 256, nested=True, **options)
+        drawn.tensors["weight.absmax"][:] = int(np.abs(dynamic_map(torch.device("cpu")).numpy()).argmin())
+        state = next(name for name in drawn.tensors if "quant_state" in name)
+        raw = bytes(drawn.tensors[state].tolist()).replace(b'"nested_offset": 0.029999999329447746', b'"nested_offset": 0.0')
+        drawn.tensors[state] = torch.tensor(list(raw), dtype=torch.uint8)
+        assert not convert(drawn, tmp_path, (8, 256)).dequantize().any()
+
+
+def test_scales_as_powers_of_two(tmp_path: Path) -> None:
+    """E8M0 by its own type: as numbers of integers, and as the bytes of MXFP4."""
+    drawn, power = gptq(8, 128), torch.full((4, 8), 0.25)
+    drawn.tensors["scales"] = power.half()
+    expected = convert(drawn, tmp_path).dequantize()
+    drawn.tensors["scales"] = power.to(torch.float8_e8m0fnu)
+    assert torch.equal(convert(drawn, tmp_path).dequantize(), expected)
+    for writer in ("quark", "compressed-tensors"):
+        drawn = mxfp4(8, 128, writer=writer)
+        drawn.tensors["weight_scale"] = drawn.tensors["weight_scale"].view(torch.float8_e8m0fnu)
+        np.testing.assert_array_equal(convert(drawn, tmp_path).dequantize().numpy(), drawn.values)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_single_numbers_have_any_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+    drawn = nvfp4(8, 128)
+    drawn.tensors["weight_scale_2"] = drawn.tensors["weight_scale_2"].view(shape)
+    np.testing.assert_array_equal(convert(drawn, tmp_path).dequantize().numpy(), drawn.values)
+
+
+@pytest.mark.parametrize("g_idx", [torch.zeros(0), torch.zeros(128)])
+def test_orders_that_were_never_filled(g_idx: torch.Tensor, tmp_path: Path) -> None:
+    drawn = gptq(8, 128)
+    drawn.tensors["g_idx"] = g_idx.int()
+    np.testing.assert_array_equal(convert(drawn, tmp_path).dequantize().numpy(), drawn.values)
+
+
+def eight_bits(stored: int) -> dict[str, torch.Tensor]:
+    codes = pack(np.random.default_rng(0).integers(0, 256, (128, 8)), 0, 8)
+    return {"qweight": codes, "qzeros": pack(np.full((1, 8), stored), 1, 8), "scales": torch.ones(1, 8).half()}
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "tensors", "name"),
+    [
+        ({"sym": False}, {"bits": 8, "sym": True, "group_size": 128}, eight_bits(127), "int8_col"),
+        ({"sym": True}, {"sym": False}, gptq(8, 128).tensors, "int4_g32"),
+        ({"sym": False, "desc_act": True}, {"desc_act": False, "sym": True}, gptq(8, 128, sym=True).tensors, "int4_sym_g32"),
+        ({"sym": False, "group_size": 128}, {"group_size": 64}, gptq(8, 128, group=64).tensors, "int4_g64"),
+        ({"checkpoint_format": "gptq_v2", "sym": False}, {"checkpoint_format": "gptq"}, gptq(8, 128).tensors, "int4_g32"),
+    ],
+)
+def test_settings_of_single_layers(config: dict[str, Any], own: dict[str, Any], tensors: Any, name: str) -> None:
+    """GPTQModel's `dynamic`, by expressions of which the first counts, and AutoRound's `extra_config`, by names and expressions."""
+    base = {"bits": 4, "group_size": 32, **config}
+    later = {"+:model": {"bits": 4}}
+    places = [{"dynamic": {rule: own, **later}} for rule in ("+:.*up_proj", r"model\.layers\.\d+\.mlp")]
+    places += [{"dynamic": {"-:lm_head": {}, "+:up_proj": {"bits": 3}, r".*\.(?:up|gate)_proj": own}}]
+    if "checkpoint_format" not in config:
+        places += [{"extra_config": {rule: own}} for rule in ("model.layers.0.mlp.up_proj", r"up_.*")]
+    for place in places:
+        method = {"quant_method": "auto-round" if "extra_config" in place else "gptq"}
+        made = weight_from_tensors({**base, **method, **place}, tensors, 8, 128, "model.layers.0.mlp.up_proj")
+        assert made.format.name == name
+        expected = weight_from_tensors({**base, **own, **method}, tensors, 8, 128)
+        assert torch.equal(made.dequantize(), expected.dequantize())
+
+
+def test_groups_of_single_layers_of_compressed_tensors() -> None:
+    """What a layer may be is what its own group says: a name before a class."""
+    weights = {"num_bits": 4, "strategy": "group"}
+    groups = {
+        "a": {"targets": ["Linear"], "weights": {**weights, "group_size": 64}},
+        "b": {"targets": [r"re:.*up_proj"], "weights": {**weights, "group_size": 32}},
+    }
+    drawn = compressed(8, 128)
+    config = {**drawn.config, "config_groups": groups}
+    assert weight_from_tensors(config, drawn.tensors, 8, 128, "x.up_proj").format.name == "int4_sym_g32"
+    config["config_groups"]["b"]["weights"]["group_size"] = 128
+    with pytest.raises(CheckpointError, match=r"x\.up_proj\.weight_scale has 4 groups; the configuration makes that \[1\.0\]"):
+        weight_from_tensors(config, drawn.tensors, 8, 128, "x.up_proj")
+
+
 # ---------------------------------------------------------------------------------------------------------------- refusals
 
 

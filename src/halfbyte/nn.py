@@ -128,6 +128,22 @@ class QuantLayer(nn.Module):
                 part.data = before[name].to(part.device)
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The format goes into the metadata of a state: others have parts of the same shapes and types."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata[prefix[:-1]]["halfbyte_format"] = self.format_name
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        if (name := local_metadata.get("halfbyte_format", self.format_name)) != self.format_name:
+            errors.append(
+                f"{prefix}weight is {name} in the state and {self.format_name} in the model; quantize the model to {name}"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # without what `Module.compile` made
         return {**state, "_weight": None}
@@ -286,11 +302,6 @@ class FusedProjections(QuantLinear):
         self._formats = tuple(shard.format_name for shard in (self, *self.slots))
         self._ready = tuple(slot._ready for slot in self.slots)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "taps" in state:  # as models were pickled when slots were called so
-            state = {**{name: value for name, value in state.items() if name != "taps"}, "slots": state["taps"]}
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._compiled(x)
@@ -383,7 +394,3 @@ def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     if isinstance(adapter, nn.Module) and isinstance(getattr(adapter, "base_layer", None), nn.Module):
         return adapter, "base_layer"
     return module, name
-
-
-#: The name of FusedSlot in models that were pickled before it was called so.
-Tap = FusedSlot

@@ -19,7 +19,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def lora(**options):
-    return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=TARGETS, init_lora_weights=False, **options)
+    return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": TARGETS, "init_lora_weights": False, **options})
 
 
 def expanded(model, plain):
@@ -68,6 +68,25 @@ def test_lora_is_saved_loaded_and_merged_into_a_16_bit_copy(build, prompt, tmp_p
 def test_variants_that_compute_with_the_weight_are_refused(build):
     with pytest.raises(Unsupported, match="use_dora"):
         peft.get_peft_model(hf.quantize(build("llama"), "nf4"), lora(use_dora=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_modules": ("k_proj",)}, {"lm_head": "int8_col"}])
+def test_all_linear_layers_get_adapters_but_the_head(build, options):
+    """The usual setting of QLoRA, and the default of families that PEFT does not know."""
+    plain, packed = build("llama"), hf.quantize(build("llama"), "nf4", **options)
+    for model in (plain, packed, copy.deepcopy(packed)):
+        config = lora(target_modules="all-linear")
+        names = {name for name, _ in peft.get_peft_model(model, config).named_modules() if name.endswith("lora_A")}
+        assert len(names) == 14
+        assert not any("lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
+def test_other_kinds_of_adapters_are_refused(build, targets):
+    model = hf.quantize(build("llama"), "nf4")
+    with pytest.raises(Unsupported, match="peft_type=LOHA: quantized layers take LoRA adapters only"):
+        peft.get_peft_model(model, peft.LoHaConfig(target_modules=targets, task_type="CAUSAL_LM"))
+    peft.get_peft_model(hf.quantize(build("llama"), "nf4", skip_modules=("v_proj",)), peft.LoHaConfig(target_modules=["v_proj"]))
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])

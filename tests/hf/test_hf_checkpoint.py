@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,8 +187,8 @@ NAME = "model.layers.0.mlp.up_proj.weight_"
         (lambda t: t.update({NAME + "codes": t[NAME + "codes"][:, :8].clone()}), "up_proj.weight_codes is torch.uint8"),
         (lambda t: t.update({NAME + "scales": t[NAME + "scales"].half()}), "up_proj.weight_scales is torch.float16"),
         (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.nan), "up_proj.weight_scales holds 1 scales"),
-        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(-1), "not finite and positive"),
-        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.inf), "not finite and positive"),
+        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.nan), "1 scales of 128 that are not finite"),
+        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.inf), "1 scales of 128 that are not finite"),
     ],
 )
 def test_wrong_parts(folder, change, message):
@@ -334,9 +337,7 @@ def test_shard_names(tmp_path, name):
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": "1.safetensors"}, "does not list"),
         ({"a": "1.safetensors", "b": "1.safetensors", "z": "1.safetensors"}, "does not hold"),
-        ({"a": "1.safetensors", "b": "2.safetensors"}, "is in"),
         ({"a": 3}, "weight_map"),
         ([], "weight_map"),
         (None, "weight_map"),
@@ -348,6 +349,59 @@ def test_indexes(tmp_path, weight_map, message):
     (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=message):
         files.read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("fmt", "other"), [("nf4", "fp4_bnb"), ("int4_sym_g32", "mxfp4")])
+def test_a_state_of_another_format_is_refused(build, tmp_path, fmt, other):
+    """Whose parts may have the same shapes and types; the message names both, and the model keeps its weights."""
+    first, second = (hf.quantize(build("llama"), name) for name in (fmt, other))
+    torch.save(second.state_dict(), tmp_path / "state.pt")
+    before = {name: t.clone() for name, t in first.state_dict().items() if "_proj" in name}
+    for state in (second.state_dict(), torch.load(tmp_path / "state.pt", weights_only=True)):
+        with pytest.raises(RuntimeError, match=f"q_proj.weight is {other} in the state and {fmt} in the model"):
+            first.load_state_dict(state)
+        assert all(torch.equal(t, before[name]) for name, t in first.state_dict().items() if name in before)
+    assert first.load_state_dict(hf.quantize(build("llama"), fmt).state_dict()).missing_keys == []
+
+
+def test_a_folder_says_what_to_import_and_whose_attention_it_needs(build, tmp_path):
+    folder = hf.save(hf.quantize(build("llama"), "int4_g32", keys="int8"), tmp_path / "model")
+    assert any("import halfbyte.hf before you load this folder" in name for name in load_file(folder / files.SINGLE))
+    for given in ("sdpa", "eager"):
+        with pytest.raises(InvalidArgument, match=f"attn_implementation='{given}': this folder was saved with a packed cache"):
+            tf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=given)
+    assert tf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=hf.NAME).config._attn_implementation == hf.NAME
+
+
+def test_a_full_disk_is_told_before_anything_is_written(build, tmp_path, monkeypatch):
+    model = hf.quantize(build("llama"), "int4_g32")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match="bytes, and 1,000 are free") as full:
+        hf.save(model, tmp_path / "model")
+    assert full.value.errno == errno.ENOSPC
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("weights", [None, "int4_g32"])
+@pytest.mark.parametrize("stale", ["0.safetensors", "9.safetensors"])
+def test_the_index_decides_where_shards_hold_more(build, prompt, tmp_path, weights, stale):
+    """A newer shard over older ones, which transformers reads before it or after it."""
+    model = build("llama") if weights is None else hf.quantize(build("llama"), weights)
+    folder = hf.save(model, tmp_path / "model")
+    tensors = load_file(folder / files.SINGLE)
+    (folder / files.SINGLE).rename(folder / "5.safetensors")
+    old = {name: torch.zeros_like(t) for name, t in tensors.items() if "layers.0" in name}
+    save_file({**old, "gone": torch.ones(3)}, folder / stale, metadata={"format": "pt"})
+    places = dict.fromkeys(tensors, "5.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "7.safetensors", metadata={"format": "pt"})
+    places |= {"model.norm.weight": "7.safetensors", "model.layers.0.input_layernorm.weight": stale}
+    (folder / files.INDEX).write_text(json.dumps({"weight_map": places}))
+    loaded, state = hf.load(folder), model.state_dict()
+    assert not loaded.model.layers[0].input_layernorm.weight.any()
+    assert all(torch.equal(t, state[n]) for n, t in loaded.state_dict().items() if "layers.0.input_layernorm" not in n)
+    save_file(tensors, folder / files.SINGLE, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="remove the other one"):
+        assert hf.load(folder).model.layers[0].input_layernorm.weight.any()
 
 
 def test_fuzzed_headers_and_indexes(tmp_path):

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 import decoders
 import halfbyte.hf as hf
 from allocated import Allocated
-from checkpoint_files import Drawn, draw
-from halfbyte.checkpoints.experts import stack
+from checkpoint_files import Drawn, draw, gptq
+from halfbyte.checkpoints.experts import joined, stack
 from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.hf.footprint import footprint, resident_peak
@@ -164,11 +164,49 @@ def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_put_together() -> None:
-    x = torch.randn(8, 256)
-    with pytest.raises(Unsupported, match="several formats"):
-        stack("experts", [[quantize(x, "nf4")], [quantize(x, "int4_g32")]])
-    with pytest.raises(Unsupported, match="nested"):
-        stack("experts", [[quantize(x, "nf4_dq")]])
+    """Codes of two kinds; rows of one matrix with tensor scales of their own."""
+    x, rows = torch.randn(8, 256), torch.arange(8)
+    with pytest.raises(Unsupported, match=r"no format holds its parts exactly: a is nf4, b is int4_g32"):
+        stack("experts", [{"a": quantize(x, "nf4")}, {"b": quantize(x, "int4_g32")}], [rows, rows])
+    with pytest.raises(Unsupported, match="a, b have scales of their own"):
+        joined("layer", {"a": quantize(x, "nvfp4"), "b": quantize(3 * x, "nvfp4")}, torch.arange(16))
+
+
+@pytest.mark.parametrize(
+    ("formats", "common"),
+    [
+        (("int4_g128", "int4_g32"), "int4_g32"),
+        (("int4_col", "int4_g128"), "int4_g128"),
+        (("int4_sym_g64", "int4_g128"), "int4_g64"),
+        (("int4_g64", "int4_sym_g32_fp32"), "int4_g32_fp32"),
+        (("int8_col", "int8_g128"), "int8_g128"),
+        (("nf4_dq", "nf4"), "nf4"),
+        (("nf4_dq", "nf4_dq"), "nf4"),
+    ],
+)
+def test_parts_in_several_formats_are_put_together_exactly(formats: tuple[str, str], common: str) -> None:
+    first, second = (quantize(torch.randn(8, 256), name) for name in formats)
+    rows = torch.randperm(16)
+    values = torch.cat([first.dequantize(), second.dequantize()])[rows]
+    made = stack("experts", [{"a": first, "b": second}], [rows])
+    assert made.format.name == joined("layer", {"a": first, "b": second}, rows).format.name == common
+    assert torch.equal(made.dequantize()[0], values)
+    assert torch.equal(joined("layer", {"a": first, "b": second}, rows).dequantize(), values)
+
+
+def test_experts_in_groups_of_several_sizes(tmp_path: Path) -> None:
+    """One expert of a layer in groups of 64, as `dynamic` allows it: all get the narrower groups, with the same values."""
+    wide = gptq(128, 128, 9, group=64)
+    model = write(tmp_path, "qwen3_moe", "gptq v1", lambda state: state.update({f"{ONE}.{n}": t for n, t in wide.tensors.items()}))
+    model.model.layers[1].mlp.experts.gate_up_proj.data[2, 128:] = torch.from_numpy(wide.values)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["dynamic"] = {r"+:.*layers\.1\..*experts\.2\.up_proj": {"group_size": 64}}
+    file.write_text(json.dumps(config))
+    weight = hf.load(tmp_path).model.layers[1].mlp.experts.gate_up_proj.weight
+    assert weight.format.name == "int4_g32"
+    gate_up = model.model.layers[1].mlp.experts.gate_up_proj
+    assert torch.equal(weight.dequantize(), torch.stack((gate_up[:, :128], gate_up[:, 128:]), 2).flatten(1, 2))
 
 
 def test_files_hold_what_was_moved(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from mixtures import expand
 from safetensors.torch import load_file, save_file
 
 import halfbyte.hf as hf
-from checkpoint_files import KINDS
+from checkpoint_files import KINDS, gptq
 from fuzz import damage_config, mutate
-from halfbyte import cli
+from halfbyte import cli, errors
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.nn import FusedProjections, QuantLinear, fuse_qkv
@@ -97,11 +97,38 @@ def test_modelopt_beside_a_plain_configuration(prompt: Any, tmp_path: Path) -> N
     same_logits(hf.load(tmp_path), model, prompt())
 
 
-def test_scales_of_caches_and_activations_are_left_out(prompt: Any, tmp_path: Path) -> None:
-    model = write(tiny(), tmp_path, blocks("modelopt nvfp4", without="k_proj"))
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale")}
-    save_file(tensors, tmp_path / "model.safetensors")
+#: As modelopt, compressed-tensors, Quark and AutoRound call them.
+NOT_OF_WEIGHTS = [
+    *("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point"),
+    *("k_proj.output_scale", "q_proj.input_scale", "q_proj.input_zero_point", "o_proj.input_global_scale", "prob_output_scale"),
+]
+
+
+@pytest.mark.parametrize("kind", ["modelopt nvfp4", "ct int4", "quark mxfp4", "auto-round"])
+def test_scales_of_caches_and_activations_are_left_out_and_told_once(
+    kind: str, prompt: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(errors, "_WARNED", set())
+    model = write(tiny(), tmp_path, blocks(kind, without="k_proj"))
+    change(tmp_path, lambda t: t.update({f"model.layers.0.self_attn.{name}": torch.ones(1) for name in NOT_OF_WEIGHTS}))
+    with pytest.warns(UserWarning, match=r"k_scale, .*q_scale, .*v_zero_point\) are not used") as told:
+        first, _ = hf.load(tmp_path), hf.load(tmp_path)
+    assert len(told) == 1
+    same_logits(first, model, prompt())
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_layers_that_guess_further_tokens_are_left_out(quantized: bool, prompt: Any, tmp_path: Path) -> None:
+    """Numbered or not, quantized or not, in a family that has none."""
+    if quantized:
+        model = write(tiny(), tmp_path, blocks("gptq v1"))
+    else:
+        model = tiny()
+        model.save_pretrained(tmp_path)
+    drawn = gptq(8, 128).tensors if quantized else {"weight": torch.ones(8, 128)}
+    names = ("mtp.fc", "mtp.layers.0.mlp.up_proj", "model.mtp_layers.1.o_proj")
+    further = {f"{name}.{part}": x.clone() for name in names for part, x in drawn.items()}
+    change(tmp_path, lambda t: t.update({**further, "mtp.norm.weight": torch.ones(128)}))
     same_logits(hf.load(tmp_path), model, prompt())
 
 
@@ -161,10 +188,13 @@ UP = "model.layers.0.mlp.up_proj."
     ("edit", "message"),
     [
         (lambda t: t.pop(UP + "scales"), r"up_proj\.scales is missing"),
-        (lambda t: t.pop(UP + "qweight"), r"missing keys: model\.layers\.0\.mlp\.up_proj\.weight|unexpected keys"),
+        (lambda t: t.pop(UP + "qweight"), r"up_proj\.qweight is missing"),
         (lambda t: t.update({UP + "weight": torch.ones(2)}), "mismatched"),
         (lambda t: t.update({UP + "weight": torch.ones(256, 128)}), "unexpected keys"),
-        (lambda t: t.update({"model.norm.qweight": t[UP + "qweight"].clone()}), r"model\.norm\.qweight: LlamaForCausalLM has no"),
+        (
+            lambda t: t.update({"model.norm.qweight": t[UP + "qweight"].clone()}),
+            r"model\.norm: LlamaForCausalLM has no linear layer 'model\.norm'",
+        ),
         (lambda t: t.pop("model.norm.weight"), r"missing keys: model\.norm\.weight"),
         (lambda t: t[UP + "scales"].view(-1)[0].fill_(torch.nan), r"up_proj\.scales holds 1"),
     ],

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte.hf as hf
 from halfbyte.checkpoints import folder_guard
-from halfbyte.checkpoints.safetensors_files import check_scales, overflows, read_folder, read_header
+from halfbyte.checkpoints.safetensors_files import check_scales, reach_of, read_folder, read_header, scale_fault
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.model_support import read_config
@@ -94,24 +94,40 @@ def test_a_header_that_is_most_of_its_file(folder):
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
-def test_only_regular_files_in_the_folder(folder, name, tmp_path):
+def test_only_regular_files_in_the_folder(folder, name, tmp_path, tmp_path_factory, monkeypatch):
     file = folder / name
     file.unlink(missing_ok=True)
     os.mkfifo(file)
     refused(folder, "not a regular file")
     file.unlink()
     file.symlink_to("/dev/zero")
-    refused(folder, "a link out of the folder")
+    refused(folder, "a link to /dev/zero, which is neither below")
     file.unlink()
-    (tmp_path / "other").write_text("{}")
-    file.symlink_to(tmp_path / "other")
-    refused(folder, "a link out of the folder")
+    outside = tmp_path_factory.mktemp("elsewhere") / "other"
+    outside.write_text("{}")
+    file.symlink_to(outside)
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(outside).st_uid + 1)
+    refused(folder, "a link to .*other, which is neither below")
     file.unlink()
     file.symlink_to(name)
-    refused(folder, "cannot be read|a link out of the folder")
+    refused(folder, "cannot be read|a link to")
     file.unlink()
     file.mkdir()
     refused(folder, "not a regular file")
+
+
+def test_links_to_files_of_the_user_and_below_the_same_folder_are_followed(folder, tmp_path, tmp_path_factory, monkeypatch):
+    for place, user in ((tmp_path / "blobs", 0), (tmp_path_factory.mktemp("elsewhere"), os.stat(folder).st_uid + 1)):
+        place.mkdir(exist_ok=True)
+        links = tmp_path / f"links {user}"
+        links.mkdir()
+        for file in folder.iterdir():
+            (place / file.name).write_bytes(file.read_bytes())
+            (links / file.name).symlink_to(place / file.name)
+            if user:
+                os.chown(place / file.name, user, -1)
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        assert hf.load(links).config.model_type == "llama"
 
 
 def test_links_of_the_hubs_cache_are_followed(folder, tmp_path):
@@ -129,7 +145,7 @@ def test_links_to_blobs_beyond_the_nearest_snapshots_are_refused(tmp_path: Path)
     outer, inner = tmp_path / "hub", tmp_path / "hub" / "snapshots" / "0123"
     folder = inner / "snapshots" / "4567"
     folder.mkdir(parents=True)
-    for cache, refusal in ((inner, nullcontext()), (outer, pytest.raises(CheckpointError, match="a link out of the folder"))):
+    for cache, refusal in ((inner, nullcontext()), (outer, pytest.raises(CheckpointError, match="a link to"))):
         (cache / "blobs").mkdir()
         (cache / "blobs" / "config.json").write_text("{}")
         (folder / "config.json").unlink(missing_ok=True)
@@ -324,10 +340,8 @@ def test_a_shard_has_a_name_that_a_file_can_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "scale", "message"),
     [
-        *((name, 0.0, "1 scales that are not finite and not 0") for name in ("int4_sym_g32", "int8_g128")),
-        *(("int4_sym_g32", scale, "") for scale in (1.0, -1.0)),  # AutoRound's symmetric integers
-        *(("int4_g32", scale, "1 scales that are not finite and positive") for scale in (0.0, -1.0)),
-        ("int4_g32", 1.0, ""),
+        *((name, scale, "") for name in ("int4_sym_g32", "int8_g128", "int4_g32") for scale in (0.0, 6e-8, 1.0, -1.0)),
+        *((name, torch.nan, "1 scales of .* that are not finite") for name in ("int4_sym_g32", "int4_g32")),
     ],
 )
 def test_scales_that_are_believed(name: str, scale: float, message: str) -> None:
@@ -349,5 +363,6 @@ def test_the_largest_code_must_be_finite() -> None:
     """-128 of INT8."""
     most = torch.tensor(torch.finfo(torch.float32).max / 128)
     assert torch.isfinite(-128 * most)
-    assert not overflows(most, WEIGHT_FORMATS["int8_g128"])
-    assert overflows(most.nextafter(torch.tensor(torch.inf)), WEIGHT_FORMATS["int8_g128"])
+    reach = reach_of(WEIGHT_FORMATS["int8_g128"])
+    assert not scale_fault(most, reach)
+    assert "infinite" in scale_fault(most.nextafter(torch.tensor(torch.inf)), reach)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import types
 
@@ -219,3 +221,16 @@ def test_evaluated():
         "int8_col lm_head",
         "int8 + nf4 + int8_col lm_head",
     )
+
+
+def test_the_vocabulary_is_not_resized(build, tmp_path):
+    """Refused before the embedding is replaced, also in a copy and a loaded folder; a head in 16 bits is resized."""
+    model = hf.quantize(build("llama"), "int4_g32", lm_head="int8_col")
+    rows = len(model.get_input_embeddings().weight)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), hf.load(hf.save(model, tmp_path / "model"))):
+        with pytest.raises(Unsupported, match="resize the 16-bit model"):
+            each.resize_token_embeddings(rows + 3)
+        assert len(each.get_input_embeddings().weight) == each.config.vocab_size == rows
+    model = hf.quantize(build("llama"), "int4_g32")
+    model.resize_token_embeddings(rows + 3)
+    assert len(model.lm_head.weight) == rows + 3

@@ -279,16 +279,16 @@ EXPERTS = [
     ),
     Mutant(
         "gate projections come before up projections",
-        "hf/expert_files.py",
-        "ExpertFiles.weight",
-        Rewrite("torch.stack(_l, 1)", "torch.stack(_l, 0)"),
+        "hf/stored_names.py",
+        "StoredNames._canonical",
+        Rewrite("alternate(_r)", "_r"),
         fp8("test_as_transformers_multiplies_out[qwen3_moe-int4_g32]"),
     ),
     Mutant(
         "blocks that the model has are left out",
-        EXTERNAL,
-        "ExternalCheckpoint._is_dropped",
-        Rewrite("block[0] not in self._modules", "True"),
+        "hf/stored_names.py",
+        "StoredNames.is_dropped",
+        Rewrite("not self.has(_n)", "True"),
         fp8("test_a_block_of_that_number_is_read"),
     ),
 ]

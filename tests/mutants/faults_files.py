@@ -54,7 +54,7 @@ FILE_FAULTS = [
         "links lead anywhere",
         GUARD,
         "_check_kind",
-        Rewrite("not any(_x)", "False"),
+        Rewrite("not any(_x) and not _u", "False"),
         hostile("test_only_regular_files_in_the_folder[config.json]"),
     ),
     Mutant(

@@ -24,7 +24,7 @@ from halfbyte.checkpoints.fp8 import CompressedFp8, Fp8
 from halfbyte.checkpoints.gptq import Gptq
 from halfbyte.checkpoints.int8 import CompressedInt8
 from halfbyte.checkpoints.layer import Adapter, Expanded, StoredLayer
-from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
+from halfbyte.checkpoints.safetensors_files import TensorInfo, read_overlay
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.tensors import QuantTensor
 
@@ -49,6 +49,8 @@ OWN = "halfbyte"
 
 #: The shape of the empty tensors that such a folder holds under the plain names of its weights (hf/quantizer.py).
 STOP = (0,)
+#: The name of one more, for who opens the folder without halfbyte.
+NOTICE = "written_by_halfbyte: import halfbyte.hf before you load this folder"
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class Checkpoint:
 
     quantized  whether they say that weights are quantized
     adapter    what reads the quantized layers; None for 16-bit weights and for halfbyte's own
+    overlay    whether the files hold tensors that the index does not place there; they are not in `infos`
     """
 
     folder: Path
     infos: dict[str, TensorInfo]
     quantized: bool
     adapter: Adapter | None
+    overlay: bool = False
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -70,9 +74,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_quantization(folder)
     own = config is not None and config["quant_method"] == OWN
     adapter = None if config is None or own else (_expanded(config)[1] or make_adapter)(config)
-    infos = {name: info for name, info in read_folder(folder).items() if not (own and info.shape == STOP)}
+    tensors, overlay = read_overlay(folder)
+    infos = {name: info for name, info in tensors.items() if not (own and info.shape == STOP)}
     quantized = config is not None and not (own and not config.get("modules"))  # one of halfbyte may be about the cache alone
-    return Checkpoint(folder, infos, quantized, adapter)
+    return Checkpoint(folder, infos, quantized, adapter, overlay)
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:

@@ -67,7 +67,11 @@ class BitsAndBytes(Adapter):
         found = [f for f in WEIGHT_FORMATS.values() if f.code == self.code and f.scale is not None]
         return next((f for f in found if f.scale is not None and (f.scale.nested is not None) is self.nested), None)
 
-    def convert(self, layer: StoredLayer) -> QuantTensor:
+    def rows(self, layer: StoredLayer) -> int:
+        info = layer.info("weight")
+        return 0 if info is None else 2 * math.prod(info.shape) * info.dtype.itemsize // layer.in_features
+
+    def weight(self, layer: StoredLayer) -> QuantTensor:
         shape, state = (layer.out_features, layer.in_features), _read_state(layer)
         code = _CODES[state.kind]
         base = next(f for f in WEIGHT_FORMATS.values() if f.code == code and f.scale is not None and f.scale.nested is None)
@@ -80,7 +84,7 @@ class BitsAndBytes(Adapter):
         _check_map(layer, "weight.quant_map", code)
         codes = _swap(_bytes(layer, shape))
         if state.nested_block is None:
-            absmax = layer.check_scales("weight.absmax", _absmax(layer, shape, state.block))
+            absmax = layer.check_scales("weight.absmax", _absmax(layer, shape, state.block), 1)
             return QuantTensor(base, shape, codes, _per_group(absmax, state.block // base.scale.group, base, shape))
         return _nested(layer, state, base, codes)
 
@@ -89,7 +93,7 @@ def _absmax(layer: StoredLayer, shape: tuple[int, int], block: int) -> torch.Ten
     """The scale of each block, fp32. A forward on a CPU leaves them in bf16 and transposed, and so they are saved."""
     used = (shape[1] // block, shape[0])
     info = layer.info("weight.absmax")
-    if shape[1] % block or info is None or tuple(info.shape) != used:
+    if shape[1] % block or info is None or info.dtype is not torch.bfloat16:
         return layer.tensor("weight.absmax", (_blocks(shape, block),), torch.float32)
     return layer.tensor("weight.absmax", used, torch.bfloat16).T.float().flatten()
 
@@ -102,16 +106,15 @@ def _nested(layer: StoredLayer, state: _State, base: Format, codes: torch.Tensor
     absmax = layer.tensor("weight.absmax", (count,), torch.uint8)
     second = layer.tensor("weight.nested_absmax", (math.ceil(count / state.nested_block),), torch.float32)
     table = layer.tensor("weight.nested_quant_map", (256,), torch.float32)
-    layer.check_scales("weight.nested_absmax", second, positive=False)
-    layer.check_scales("weight.nested_quant_map", table, positive=False)
+    layer.check_scales("weight.nested_absmax", second, 1)
+    layer.check_scales("weight.nested_quant_map", table, 1)
     offset = torch.tensor(state.offset, dtype=torch.float64, device="cpu").float()
     spread = second.repeat_interleave(state.nested_block)[:count]
-    plain = layer.check_scales("weight.absmax", table[absmax.int()] * spread + offset, positive=False)
+    plain = layer.check_scales("weight.absmax", table[absmax.int()] * spread + offset, 1)
     for fmt in WEIGHT_FORMATS.values():
         same = fmt.code == base.code and fmt.scale is not None and fmt.scale.nested == state.nested_block
         if same and fmt.group_size(shape[1]) == state.block and torch.equal(table, dynamic_map(table.device)):
             return QuantTensor(fmt, shape, codes, absmax.view(fmt.scale_shape(shape)), nested=torch.cat([second, offset.view(1)]))
-    layer.check_scales("weight.absmax", plain)
     return QuantTensor(base, shape, codes, _per_group(plain, state.block // base.scale.group, base, shape))
 
 

@@ -15,7 +15,8 @@ import torch
 
 from halfbyte.checkpoints.fp4 import mxfp4_weight, nvfp4_weight
 from halfbyte.checkpoints.integers import integer_weight
-from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
+from halfbyte.checkpoints.layer import Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
+from halfbyte.checkpoints.overrides import Overrides, expression
 from halfbyte.errors import Unsupported
 from halfbyte.tensors import QuantTensor
 
@@ -38,7 +39,6 @@ class CompressedTensors(Adapter):
         *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
         "weight_global_scale",
     )
-    unused: ClassVar[tuple[str, ...]] = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         name = "a compressed-tensors checkpoint"
@@ -54,8 +54,13 @@ class CompressedTensors(Adapter):
         #: Numbers of bits, and group sizes, that the configuration knows of.
         self.bits = {setting(w, "num_bits", int, 4) for w in weights}
         self.groups = {None if w.get("strategy") == "channel" else group_setting(w) for w in weights}
+        #: A target is a class of modules, the name of a layer, or an expression that matches the beginning of a name.
+        targets = [(str(target), {"config_groups": {"": g}}) for g in groups for target in setting(g, "targets", list, [])]
+        rules = ((target.removeprefix("re:"), own) for target, own in targets if target.startswith("re:"))
+        self.config = config
+        self.overrides = Overrides(dict(targets), tuple((expression(rule, anchored=True), own) for rule, own in rules))
 
-    def convert(self, layer: StoredLayer) -> QuantTensor:
+    def weight(self, layer: StoredLayer) -> QuantTensor:
         info = layer.info("weight_packed")
         if info is not None and info.dtype is torch.int32:
             return self._integers(layer)
@@ -70,7 +75,7 @@ class CompressedTensors(Adapter):
         codes = unpack_words(layer.tensor("weight_packed", (n, words(k, bits)), torch.int32), bits, 1, k)
         self._check_setting(layer, bits, groups)
         _check_shape(layer)
-        scales = layer.tensor("weight_scale", (n, groups), *SCALE_TYPES)
+        scales = layer.scales("weight_scale", (n, groups), 255)
         zeros, g_idx = _zeros(layer, bits, groups), _order(layer)
         return integer_weight(layer, bits, codes, scales, zeros, g_idx, part="weight_scale", order="weight_g_idx")
 

@@ -108,12 +108,21 @@ def _check_integer(file: Path, name: str, value: int) -> None:
 
 
 def _check_kind(folder: Path, file: Path) -> None:
-    """A regular file, inside the folder if it is a link; the Hub's cache links from snapshots/ID to blobs next to it."""
+    """A regular file; a link must lead to one that the folder may use.
+
+    Those are the files below the folder that this one is in; of the Hub's cache, which links from snapshots/ID to blobs next to
+    snapshots, those blobs; and files of the user, unless that is the system's own.
+    """
     if file.is_symlink():
         root, target = folder.resolve(), file.resolve()
         snapshots = [parent for parent in root.parents if parent.name == "snapshots"]
         allowed = [root, *((parent.parent / "blobs").resolve() for parent in snapshots[:1])]
-        if not any(target.is_relative_to(each) for each in allowed):
-            raise CheckpointError(f"{file}: a link out of the folder; copy the file there")
+        allowed += [root.parent] if root.parent != Path(root.anchor) else []
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        if not any(target.is_relative_to(each) for each in allowed) and not (user and os.stat(target).st_uid == user):
+            raise CheckpointError(
+                f"{file}: a link to {target}, which is neither below {root.parent}, nor in the Hub's cache, nor a file of yours; "
+                f"copy it there"
+            )
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise CheckpointError(f"{file}: not a regular file")

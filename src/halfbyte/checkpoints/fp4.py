@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.layer import Adapter, StoredLayer, only, setting
-from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
+from halfbyte.checkpoints.safetensors_files import TensorInfo, reach_of, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.reference.dequantize import e8m0_to_float
@@ -25,8 +25,8 @@ MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
 def mxfp4_weight(layer: StoredLayer, codes: str, scales: str) -> QuantTensor:
     """From the tensors of these names below the layer."""
     n, k = _even_blocks(layer, codes, 32)
-    stored = layer.tensor(scales, (n, k // 32), torch.uint8)
-    layer.check_scales(scales, e8m0_to_float(stored))
+    stored = layer.tensor(scales, (n, k // 32), torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+    layer.check_scales(scales, e8m0_to_float(stored), reach_of(MXFP4))
     return QuantTensor(MXFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored)
 
 
@@ -34,13 +34,10 @@ def nvfp4_weight(layer: StoredLayer, codes: str, scales: str, tensor_scale: str,
     """From the tensors of these names below the layer. `divides`: the tensor's scale is the reciprocal of ours."""
     n, k = _even_blocks(layer, codes, 16)
     stored = layer.tensor(scales, (n, k // 16), torch.float8_e4m3fn)
-    layer.check_scales(scales, stored.float())
-    info = layer.info(tensor_scale)
-    shape = () if info is not None and info.shape == () else (1,)
-    factor = layer.check_scales(tensor_scale, layer.tensor(tensor_scale, shape, torch.float32).reshape(1))
+    factor = layer.check_scales(tensor_scale, layer.tensor(tensor_scale, (1,), torch.float32), 1)
     if divides:
-        factor = layer.check_scales(tensor_scale, 1 / factor)
-    layer.check_scales(scales, stored.float() * factor)
+        factor = layer.check_scales(tensor_scale, 1 / factor, 1)
+    layer.check_scales(scales, stored.float() * factor, reach_of(NVFP4))
     return QuantTensor(NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored.view(torch.uint8), tensor_scale=factor)
 
 
@@ -54,9 +51,8 @@ class ModelOpt(Adapter):
     """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: activations stay in 16 bits here."""
 
     docs = (("`modelopt`", "NVFP4, from config.json or hf_quant_config.json", "`nvfp4`"),)
-    marker = "weight_scale_2"
+    marker = "weight_scale"
     parts = ("weight", "weight_scale", "weight_scale_2")
-    unused = ("input_scale", "k_scale", "v_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         algorithm = setting(config, "quant_algo", str, "")
@@ -65,7 +61,7 @@ class ModelOpt(Adapter):
     def expected(self) -> Format | None:
         return NVFP4
 
-    def convert(self, layer: StoredLayer) -> QuantTensor:
+    def weight(self, layer: StoredLayer) -> QuantTensor:
         if layer.info("pre_quant_scale") is not None:
             raise Unsupported(f"{layer.name}.pre_quant_scale: a factor of the activations (NVFP4_AWQ), which is not applied here")
         return nvfp4_weight(layer, "weight", "weight_scale", "weight_scale_2", divides=False)
@@ -77,7 +73,6 @@ class Quark(Adapter):
     docs = (("`quark`", "MXFP4", "`mxfp4`"),)
     marker = "weight_scale"
     parts = ("weight", "weight_scale")
-    unused = ("input_scale",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         weight = setting(setting(config, "global_quant_config", dict, {}), "weight", dict, {})
@@ -89,7 +84,7 @@ class Quark(Adapter):
     def expected(self) -> Format | None:
         return MXFP4
 
-    def convert(self, layer: StoredLayer) -> QuantTensor:
+    def weight(self, layer: StoredLayer) -> QuantTensor:
         return mxfp4_weight(layer, "weight", "weight_scale")
 
 
@@ -116,7 +111,7 @@ class GptOss(Quark):
 
     def stack(self, name: str, infos: Mapping[str, TensorInfo]) -> QuantTensor:
         blocks, scales = infos[f"{name}_blocks"], infos.get(f"{name}_scales")
-        if scales is None or blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
+        if scales is None or blocks.dtype is not torch.uint8 or scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
             raise CheckpointError(f"{name}_blocks and {name}_scales must both be there, of uint8")
         if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
             raise CheckpointError(
@@ -124,7 +119,7 @@ class GptOss(Quark):
                 f"expected [E, N, G, 16] and [E, N, G]"
             )
         experts, out_features, groups = scales.shape
-        stored = read_tensor(scales)
+        stored = read_tensor(scales).view(torch.uint8)
         if bool((stored == 255).any()):
             raise CheckpointError(f"{name}_scales holds scales that are NaN")
         return QuantTensor(MXFP4, (experts, out_features, groups * 32), read_tensor(blocks).flatten(2), stored)

@@ -10,14 +10,15 @@ value = code * scale in fp32, rounded once. Scales of activations (`activation_s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from halfbyte.checkpoints.compressed_tensors import CompressedTensors
-from halfbyte.checkpoints.layer import SCALE_TYPES, Expanded, StoredLayer, only, setting
+from halfbyte.checkpoints.layer import Expanded, StoredLayer, only, setting
 from halfbyte.errors import CheckpointError
+from halfbyte.formats import E4M3
 
 
 class Fp8(Expanded):
@@ -47,11 +48,6 @@ class Fp8(Expanded):
             raise CheckpointError(f"quantization_config has weight_block_size={repr(block)[:80]}; expected two positive integers")
         self.block = (block[0], block[1])
 
-    def layers(self, names: Iterable[str]) -> list[str]:
-        """Without blocks scales have either name."""
-        ends = (f".{self.marker}",) if self.block else (".weight_scale_inv", ".weight_scale")
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in names if name.endswith(ends)))
-
     def values(self, layer: StoredLayer) -> torch.Tensor:
         n, k = layer.out_features, layer.in_features
         codes = layer.tensor("weight", (n, k), torch.float8_e4m3fn).float()
@@ -61,8 +57,7 @@ class Fp8(Expanded):
             return codes.mul_(self._of_rows(layer))
         rows, columns = self.block
         grid = (math.ceil(n / rows), math.ceil(k / columns))
-        scales = layer.tensor("weight_scale_inv", grid, *SCALE_TYPES).float()
-        layer.check_scales("weight_scale_inv", scales, positive=False)
+        scales = layer.scales("weight_scale_inv", grid, E4M3.reach).float()
         for first in range(grid[0]):  # one row of blocks at a time: no second weight in memory
             codes[first * rows : (first + 1) * rows] *= scales[first].repeat_interleave(columns)[:k]
         return codes
@@ -70,11 +65,9 @@ class Fp8(Expanded):
     def _of_rows(self, layer: StoredLayer) -> torch.Tensor:
         """The scale of each row [N, 1], or one for all [1, 1]."""
         part = "weight_scale" if layer.info("weight_scale") is not None else "weight_scale_inv"
-        info, n = layer.info(part), layer.out_features
-        shapes = ((1,), (), (n,), (n, 1))
-        scales = layer.tensor(part, next((s for s in shapes if info is not None and info.shape == s), (n, 1)), *SCALE_TYPES).float()
-        layer.check_scales(part, scales, positive=False)
-        return scales.reshape(-1, 1)
+        info = layer.info(part)
+        rows = 1 if info is not None and math.prod(info.shape) == 1 else layer.out_features
+        return layer.scales(part, (rows, 1), E4M3.reach).float()
 
 
 class CompressedFp8(Fp8, CompressedTensors):

@@ -5,19 +5,24 @@
     scales  [G, N]
     g_idx   int32 [K]                   the group of each in feature
 
+`dynamic` of GPTQModel has settings of single layers: {"+:REGEX" or "REGEX": {...}}, matched from the beginning of a name, the first
+one counts; "-:REGEX" names layers that stay in 16 bits.
+
 v1's z - 1 wraps where z is 0. GPTQModel subtracts from whole words, so a 0 borrows from the next field; other writers, and the
 kernels that read them, take each field by itself. Which one it was is in the configuration (`meta.quantizer`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from halfbyte.checkpoints.integers import expected_format, integer_weight
-from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
+from halfbyte.checkpoints.layer import Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
+from halfbyte.checkpoints.overrides import Overrides, expression, settings
 from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
 from halfbyte.tensors import QuantTensor
@@ -46,20 +51,24 @@ class Gptq(Adapter):
         self.v1: bool = only(config, kind, ("gptq", "gptq_v2"), "gptq", name) == "gptq"
         only(config, "pack_dtype", ("int32",), "int32", name)
         only(config, "is_marlin_format", (False,), False, name)
-        #: Bits and group size of single layers may differ; what the tensors are then says it.
-        self.uniform = not setting(config, "dynamic", dict, {})
+        self.config, self.overrides = config, dynamic(config)
+        #: Names of layers in the files may differ from those in the overrides; bits and groups are then what the tensors say.
+        self.uniform = self.overrides is None
         writers = setting(config, "meta", dict, {}).get("quantizer")
         self.by_words = "gptqmodel" in str(writers).lower()
 
     def expected(self) -> Format | None:
         return expected_format(self.bits, self.symmetric, self.group)
 
-    def convert(self, layer: StoredLayer) -> QuantTensor:
+    def rows(self, layer: StoredLayer) -> int:
+        return layer.shape("qweight", 2)[1]
+
+    def weight(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features
         groups, rows = layer.shape("scales", 2)[0], layer.shape("qweight", 2)[0]
         bits = self._bits(layer, rows, k)
         codes = unpack_words(layer.tensor("qweight", (words(k, bits), n), torch.int32), bits, 0, k).T
-        scales = layer.tensor("scales", (groups, n), *SCALE_TYPES)
+        scales = layer.scales("scales", (groups, n), 255)
         if self.uniform and self.group is not None and groups * (self.group if self.group != -1 else k) != k:
             layer.refuse("scales", f"has {groups} groups; the configuration says groups of {self.group}, of {k} in features")
         stored = layer.tensor("qzeros", (groups, words(n, bits)), torch.int32)
@@ -76,9 +85,12 @@ class Gptq(Adapter):
         return self.bits if self.uniform else found
 
     def _groups(self, layer: StoredLayer) -> torch.Tensor | None:
-        if layer.info("g_idx") is None and not self.act_order:
+        """The group of each column; None for columns in order: no tensor, an empty one, or one that was never filled."""
+        info = layer.info("g_idx")
+        if not self.act_order and (info is None or 0 in info.shape):
             return None
-        return layer.tensor("g_idx", (layer.in_features,), torch.int32, torch.int64)
+        g_idx = layer.tensor("g_idx", (layer.in_features,), torch.int32, torch.int64)
+        return None if not self.act_order and not bool(g_idx.any()) else g_idx
 
     def _zeros(self, stored: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         """Zero points, uint8 [G, count]."""
@@ -88,6 +100,13 @@ class Gptq(Adapter):
             ones = sum(1 << shift for shift in range(0, 32, bits))
             return unpack_words(stored + ones, bits, 1, count)
         return unpack_words(stored, bits, 1, count).add_(1).bitwise_and_((1 << bits) - 1)
+
+
+def dynamic(config: Mapping[str, Any]) -> Overrides | None:
+    """The settings of single layers that GPTQModel writes."""
+    rules = setting(config, "dynamic", dict, {}).items()
+    found = ((re.sub(r"^[+-]:", "", rule), {} if rule.startswith("-:") else settings(own, rule)) for rule, own in rules)
+    return Overrides({}, tuple((expression(pattern, anchored=True), own) for pattern, own in found)) if rules else None
 
 
 def _check_symmetric(layer: StoredLayer, stored: torch.Tensor, bits: int) -> None:

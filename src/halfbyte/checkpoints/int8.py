@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.checkpoints.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.integers import integer_weight
-from halfbyte.checkpoints.layer import SCALE_TYPES, StoredLayer
+from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.tensors import QuantTensor
 
 
@@ -24,11 +24,11 @@ class CompressedInt8(CompressedTensors):
     marker = "weight_scale"
     parts = ("weight", "weight_scale", "weight_zero_point")
 
-    def convert(self, layer: StoredLayer) -> QuantTensor:
+    def weight(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features
         groups = layer.shape("weight_scale", 2)[1]
         codes = layer.tensor("weight", (n, k), torch.int8).view(torch.uint8) ^ 128
-        scales = layer.tensor("weight_scale", (n, groups), *SCALE_TYPES)
+        scales = layer.scales("weight_scale", (n, groups), 128)
         if layer.info("weight_zero_point") is not None:
             points = layer.tensor("weight_zero_point", (n, groups), torch.int8)
             if bool(points.any()):

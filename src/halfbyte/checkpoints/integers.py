@@ -28,7 +28,7 @@ def integer_weight(
 ) -> QuantTensor:
     """w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]), with g = g_idx[k], or k // (K / G) without one.
 
-    codes uint8 [N, K] of 4 or 8 bits; scales [N, G]; zeros uint8 [N, G], or None where all are 2^(bits - 1); g_idx integers [K].
+    codes uint8 [N, K] of 4 or 8 bits; scales [N, G], checked; zeros uint8 [N, G], None where all are 2^(bits - 1); g_idx ints [K].
     `part` and `order` are the names of the tensors of scales and of g_idx, for errors.
     """
     groups = scales.shape[1]
@@ -36,7 +36,6 @@ def integer_weight(
         layer.refuse(part, f"has {groups} groups, which do not divide the {layer.in_features} in features")
     perm = None if g_idx is None else _order(layer, g_idx, groups, order)
     code = _code(layer, bits, symmetric=zeros is None)
-    layer.check_scales(part, scales, signed=zeros is None)  # AutoRound writes negative ones, to reach 8 steps on either side
     stored = scales.half()
     if not torch.equal(stored.float(), scales.float()):
         stored = scales.float()
@@ -72,6 +71,11 @@ def expected_format(bits: int, symmetric: bool, group: int | None) -> Format | N
         return None
     whole, size = (None, 0) if group == -1 else (group, group)
     return _widest(_fitting(INT8 if bits == 8 else INT4_SYM if symmetric else INT4, torch.float16), whole, size)
+
+
+def widest_format(code: Code, storage: torch.dtype, group: int) -> Format | None:
+    """The format of a code with the widest groups that divide `group`; None if there is none."""
+    return _widest(_fitting(code, storage), group, group)
 
 
 def _code(layer: StoredLayer, bits: int, *, symmetric: bool) -> Code:

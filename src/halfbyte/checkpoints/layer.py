@@ -10,14 +10,15 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
+from halfbyte.checkpoints.overrides import Overrides
+from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor, scale_fault
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import Format, Shape
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
 #: What group scales come in.
-SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,20 @@ class StoredLayer:
         return self.infos.get(f"{self.name}.{part}")
 
     def tensor(self, part: str, shape: Shape, *dtypes: torch.dtype) -> torch.Tensor:
-        """`name.part`, which must have this shape and one of these dtypes: looked at before it is read."""
+        """`name.part`, which must have this shape, up to axes of 1, and one of these dtypes: looked at before it is read."""
         info = self.info(part)
         if info is None:
             raise CheckpointError(f"{self.name}.{part} is missing; a layer of {self.out_features} x {self.in_features} needs it")
-        if info.shape != shape or info.dtype not in dtypes:
+        if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in dtypes:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             self.refuse(part, f"is {str(info.dtype).removeprefix('torch.')} {list(info.shape)}; expected {wanted} {list(shape)}")
-        return info.detach().to("cpu", copy=True) if isinstance(info, torch.Tensor) else read_tensor(info)
+        stored = info.detach().to("cpu", copy=True) if isinstance(info, torch.Tensor) else read_tensor(info)
+        return stored.reshape(shape)
+
+    def scales(self, part: str, shape: Shape, reach: float) -> torch.Tensor:
+        """`name.part` of this shape, scales of codes up to `reach`, in floating point, as `check_scales` lets them pass."""
+        plain = self.tensor(part, shape, *SCALE_TYPES)
+        return self.check_scales(part, plain.float() if plain.dtype.itemsize == 1 else plain, reach)
 
     def shape(self, part: str, axes: int) -> Shape:
         """The shape that `name.part` has; it must have so many axes."""
@@ -56,15 +63,20 @@ class StoredLayer:
         """Raise `CheckpointError` about `name.part`."""
         raise CheckpointError(f"{self.name}.{part} {why}")
 
-    def check_scales(self, part: str, plain: torch.Tensor, *, positive: bool = True, signed: bool = False) -> torch.Tensor:
-        """`plain`, the decoded numbers of `name.part`, if they are finite and above 0; `signed` ones may be below."""
-        good = torch.isfinite(plain) & ((plain != 0 if signed else plain > 0) if positive else True)
-        if not bool(good.all()):
-            what = "finite and not 0" if signed else "finite and positive" if positive else "finite"
-            self.refuse(part, f"holds {int((~good).sum())} scales of {plain.numel()} that are not {what}; the file is damaged")
-        if bool((plain.double().abs() * 256 > torch.finfo(torch.float32).max).any()):
-            self.refuse(part, "holds scales so large that weights would be infinite; the file is damaged")
+    def check_scales(self, part: str, plain: torch.Tensor, reach: float) -> torch.Tensor:
+        """`plain`, the decoded numbers of `name.part`; raises if one makes the weight of a code up to `reach` NaN or infinite."""
+        if why := scale_fault(plain, reach):
+            self.refuse(part, why)
         return plain
+
+
+#: Scales and zero points of activations and caches, which no weight needs: activations stay in 16 bits here, and caches have scales
+#: of their own.
+UNUSED: tuple[str, ...] = tuple(
+    f"{what}_{kind}"
+    for what in ("input", "output", "act", "activation", "q", "k", "v", "kv", "qkv", "attn", "prob", "prob_output", "softmax")
+    for kind in ("scale", "scale_inv", "scale_2", "global_scale", "zero_point")
+)
 
 
 class Adapter(ABC):
@@ -76,26 +88,48 @@ class Adapter(ABC):
 
     #: Rows of the table in docs/guides/checkpoints.md: (`quant_method`, what loads, the formats that it becomes).
     docs: ClassVar[tuple[tuple[str, str, str], ...]]
-    #: Names below a layer: a tensor that only a quantized layer has; those of its weight; those that are not needed anywhere.
+    #: Names below a layer: a tensor that every quantized layer has; all tensors of its weight.
     marker: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
-    unused: ClassVar[tuple[str, ...]] = ()
+    #: The configuration, and what it says of single layers.
+    config: Mapping[str, Any] = {}
+    overrides: Overrides | None = None
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises `CheckpointError` for a damaged configuration, `Unsupported` for one that is not read."""
 
-    @abstractmethod
     def convert(self, layer: StoredLayer) -> QuantTensor:
         """The weight of a layer in the library's own storage, code for code. Errors are the library's own and name the tensor."""
+        return self.at(layer.name).weight(layer)
+
+    @abstractmethod
+    def weight(self, layer: StoredLayer) -> QuantTensor:
+        """`convert` for a layer that has the settings of this adapter."""
+
+    def at(self, name: str) -> Adapter:
+        """The adapter of the layer `name`, whose settings may differ from those of the whole model."""
+        own = {} if self.overrides is None else self.overrides.of(name)
+        if not own:
+            return self
+        try:
+            return type(self)({**self.config, "dynamic": None, "extra_config": None, **own})
+        except (CheckpointError, Unsupported) as error:
+            raise type(error)(f"{name}: {error}") from error
 
     def expected(self) -> Format | None:
         """The format that the configuration implies for its layers, which files may contradict; None: unknown."""
         return None
 
     def layers(self, names: Iterable[str]) -> list[str]:
-        """The quantized layers among the tensor names of the files."""
-        return [name.removesuffix(f".{self.marker}") for name in names if name.endswith(f".{self.marker}")]
+        """The quantized layers among the tensor names of the files: those with any tensor that a plain layer has not."""
+        ends = tuple(f".{part}" for part in (self.marker, *self.parts) if part != "weight")
+        found = ((name, next((end for end in ends if name.endswith(end)), None)) for name in names)
+        return list(dict.fromkeys(name.removesuffix(end) for name, end in found if end is not None))
+
+    def rows(self, layer: StoredLayer) -> int:
+        """The out features of a layer, of which only the in features are known; `convert` checks them."""
+        return layer.shape(self.parts[0], 2)[0]
 
     def stacks(self, names: Iterable[str]) -> list[str]:
         """The stacks of experts among the tensor names, by the names of the parameters that they stand for."""
@@ -107,7 +141,7 @@ class Adapter(ABC):
 
     def consumed(self, layer: str) -> set[str]:
         """The names of the tensors that `convert` reads, or leaves out, for this layer."""
-        return {f"{layer}.{part}" for part in (*self.parts, *self.unused)}
+        return {f"{layer}.{part}" for part in (*self.parts, *UNUSED)}
 
 
 class Expanded(Adapter):
@@ -120,7 +154,7 @@ class Expanded(Adapter):
     def values(self, layer: StoredLayer) -> torch.Tensor:
         """The weight of a layer in float32."""
 
-    def convert(self, layer: StoredLayer) -> QuantTensor:
+    def weight(self, layer: StoredLayer) -> QuantTensor:
         return self.quantized(layer.name, self.values(layer))
 
     def quantized(self, name: str, values: torch.Tensor) -> QuantTensor:

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from halfbyte.errors import CheckpointError
-from halfbyte.formats import INT4_SYM, INT8, Format, Shape
+from halfbyte.errors import CheckpointError, warn_once
+from halfbyte.formats import Format, Shape
 from halfbyte.tensors import expected_parts
 
 #: The format's own limit on a header. In memory a header takes about 20 times its size, so one beyond `SMALL_HEADER` may be an
@@ -45,6 +45,10 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
     "U16": torch.uint16,
     "U32": torch.uint32,
     "U64": torch.uint64,
@@ -87,15 +91,22 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
 
 
 def read_folder(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
-    """Every tensor of a model folder: of its one file, or of the shards its index names. Raises only `CheckpointError`.
+    """Every tensor of a model folder: of its one file, or of the shards its index names. Raises only `CheckpointError`."""
+    return read_overlay(folder)[0]
 
-    Where there are both, the one file, as transformers does: what is checked must be what is loaded.
+
+def read_overlay(folder: str | os.PathLike[str]) -> tuple[dict[str, TensorInfo], bool]:
+    """(the tensors of `read_folder`, whether the shards hold others, too): where a new shard replaces a part of an older one.
+
+    The index decides. Where there is one file as well, it goes first, as in transformers: what is checked must be what is loaded.
     """
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f"{root}: not a folder; pass a model folder with config.json and safetensors files")
     if (root / SINGLE).exists():
-        return read_header(_inside(root, SINGLE))
+        if (root / INDEX).exists() and {*_read_index(root).values()} != {SINGLE}:
+            warn_once(f"{root} has {SINGLE} and {INDEX}; {SINGLE} is read, as transformers does: remove the other one")
+        return read_header(_inside(root, SINGLE)), False
     if (root / INDEX).exists():
         return _read_shards(root)
     pickles = sorted(p.name for p in root.iterdir() if p.suffix in _PICKLES)
@@ -106,12 +117,15 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
 
 def read_files(files: list[str]) -> dict[str, TensorInfo]:
     """Every tensor of several safetensors files; a name in two of them is an error."""
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     for file in files:
         if Path(file).suffix in _PICKLES:
             raise CheckpointError(f"{file}: pickled weights can run code; convert them to safetensors")
-        _add(found, read_header(file))
-    return found
+        for name, info in read_header(file).items():
+            if name in tensors:
+                _damaged(info.file, f"{name!r} is in {tensors[name].file.name} too")
+            tensors[name] = info
+    return tensors
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor:
@@ -124,12 +138,13 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
         raise CheckpointError(f"{info.file}: cannot be read ({error.strerror or error})") from error
     if len(raw) != info.end - info.start:
         _damaged(info.file, "it became shorter while it was read")
-    return (
-        torch.frombuffer(raw, dtype=info.dtype).view(info.shape) if raw else torch.empty(info.shape, dtype=info.dtype, device="cpu")
-    )
+    if not raw:
+        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(info.dtype).view(info.shape)
 
 
-def _read_shards(root: Path) -> dict[str, TensorInfo]:
+def _read_index(root: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its shard."""
     index = root / INDEX
     try:
         if index.stat().st_size > MAX_INDEX:
@@ -140,22 +155,17 @@ def _read_shards(root: Path) -> dict[str, TensorInfo]:
     weight_map = json_object(index, raw, "index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         _damaged(index, 'it has no "weight_map" from tensor names to file names')
-    found: dict[str, TensorInfo] = {}
-    for shard in sorted(set(weight_map.values())):
-        _add(found, read_header(_inside(root, shard)))
+    return weight_map
+
+
+def _read_shards(root: Path) -> tuple[dict[str, TensorInfo], bool]:
+    weight_map = _read_index(root)
+    headers = {shard: read_header(_inside(root, shard)) for shard in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
-        if name not in found or found[name].file.name != shard:
-            _damaged(index, f"it places {name!r} in {shard!r}, which does not hold it")
-    if extra := sorted(set(found) - set(weight_map)):
-        _damaged(index, f"the shards hold {extra[0]!r}, which it does not list")
-    return found
-
-
-def _add(found: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
-    for name, info in more.items():
-        if name in found:
-            _damaged(info.file, f"{name!r} is in {found[name].file.name} too")
-        found[name] = info
+        if name not in headers[shard]:
+            _damaged(root / INDEX, f"it places {name!r} in {shard!r}, which does not hold it")
+    listed = {name: headers[shard][name] for name, shard in weight_map.items()}
+    return listed, len(listed) < sum(map(len, headers.values()))
 
 
 def _inside(root: Path, name: str) -> Path:
@@ -270,7 +280,7 @@ def check_perm(tensor: str, perm: torch.Tensor) -> None:
 
 
 def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> None:
-    """Scales must be finite and positive once decoded; the error names the tensor. Of a stack, one expert is decoded at a time."""
+    """No scale may make a weight NaN or infinite; the error names the tensor. Of a stack, one expert is decoded at a time."""
     from halfbyte.reference.dequantize import block_scales, expert_scales
     from halfbyte.tensors import QuantTensor
 
@@ -283,22 +293,23 @@ def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> N
             raise CheckpointError(f"{name}.weight_{part} holds NaN or infinity; the file is damaged")
     q = QuantTensor(fmt, (*rows, width * fmt.code.per_byte), **parts)
     each = (expert_scales(q, i, torch.float32) for i in range(rows[0])) if len(rows) == 2 else iter((block_scales(q),))
-    # Double quantization rounds the scale of an all but empty block to a little on either side of 0.
-    # Symmetric integers may have negative scales (AutoRound), to reach 8 steps on either side.
-    signed = fmt.code in (INT4_SYM, INT8)
-    count, infinite = 0, False
     for plain in each:
-        wrong = torch.zeros_like(plain, dtype=torch.bool) if "nested" in parts else plain == 0 if signed else plain <= 0
-        count += int((~torch.isfinite(plain) | wrong).sum())
-        infinite |= overflows(plain, fmt)
-    if count:
-        what = "finite and not 0" if signed else "finite and positive"
-        raise CheckpointError(f"{name}.weight_scales holds {count} scales that are not {what}; the file is damaged")
-    if infinite:
-        raise CheckpointError(f"{name}.weight_scales is so large that weights would be infinite; the file is damaged")
+        if why := scale_fault(plain, reach_of(fmt)):
+            raise CheckpointError(f"{name}.weight_scales {why}")
 
 
-def overflows(scales: torch.Tensor, fmt: Format) -> bool:
-    """Whether fp32 scales make a weight of some code infinite in fp32."""
-    largest = fmt.code.codebook().abs().max().item() + (255 if fmt.offset == "int" else 0)
-    return bool((scales.double().abs() * largest > torch.finfo(torch.float32).max).any())
+def reach_of(fmt: Format) -> float:
+    """The largest magnitude of a code of a format, less its zero point."""
+    return float(fmt.code.codebook().abs().max()) + (255 if fmt.offset == "int" else 0)
+
+
+def scale_fault(scales: torch.Tensor, reach: float) -> str:
+    """Why scales of codes up to `reach` are damaged; "" for those that give finite weights: zero, subnormal and negative ones too.
+
+    A row of zeros (padding, pruning) has the scale 0. AutoRound writes negative scales, to reach 8 steps on either side.
+    """
+    if count := int((~torch.isfinite(scales)).sum()):
+        return f"holds {count} scales of {scales.numel()} that are not finite; the file is damaged"
+    if bool((scales.double().abs() * reach > torch.finfo(torch.float32).max).any()):
+        return "holds scales so large that weights would be infinite; the file is damaged"
+    return ""

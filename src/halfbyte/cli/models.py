@@ -225,6 +225,7 @@ def quantize(
     DIR, a checkpoint of another library is converted (docs/guides/checkpoints.md); --lm-head may then quantize its output layer,
     and --dtype defaults to the type in the files. Otherwise it defaults to bf16.
     """
+    check_new_folder(output)  # before the seconds that imports take
     import torch
 
     from halfbyte import hf
@@ -232,7 +233,6 @@ def quantize(
     from halfbyte.hf.weights import packed_share
     from halfbyte.paths import resolve_model
 
-    check_new_folder(output)
     head = None if lm_head == "bf16" else lm_head
     made = _quantized(
         model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head, dtype=dtype

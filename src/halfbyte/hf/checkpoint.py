@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -15,16 +16,17 @@ from torch import nn
 from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.layer import Expanded
-from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
+from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.formats import weight_format
-from halfbyte.hf.external import ExternalCheckpoint
+from halfbyte.hf.external import ExternalCheckpoint, from_state
 from halfbyte.hf.footprint import reports_footprint
 from halfbyte.hf.model_support import model_class, read_config
 from halfbyte.hf.quantization_config import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
 from halfbyte.hf.quantization_config import check_options
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
+from halfbyte.hf.stored_names import DRAFTS
 from halfbyte.hf.weights import of_adapters, select
 from halfbyte.paths import new_folder
 from halfbyte.reference.quantize import check_clip
@@ -65,11 +67,18 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     if not target.absolute().parent.is_dir():
         raise InvalidArgument(f"folder={str(target)!r}: the folder it would lie in does not exist")
     source = None if tokenizer is None else local_folder(tokenizer)
+    size, free = (
+        sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values()),
+        shutil.disk_usage(target.absolute().parent).free,
+    )
+    if size > free:
+        raise OSError(errno.ENOSPC, f"the model takes {size:,} bytes, and {free:,} are free", str(target))
     with new_folder(target) as temporary:
         try:
             model.save_pretrained(temporary, safe_serialization=True)
-        except SafetensorError as error:  # a full disk, say
-            raise OSError(str(error)) from error
+        except SafetensorError as error:  # which has no number of the system's error
+            full = "No space left" in str(error)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
         if source is not None:
             _copy_tokenizer(source, temporary)
     return target
@@ -130,6 +139,9 @@ def load(
         _check_tensors(folder, empty, checkpoint.infos if external is None else external.plain)
         if external is not None:
             model, found = external.load(dtype)
+        elif checkpoint.overlay:  # of which transformers would take what it reads last
+            state = {name: _Stored(info) for name, info in checkpoint.infos.items()}
+            model, found = from_state(type(empty), folder, read_config(folder), state, dtype)
         else:
             model, found = type(empty).from_pretrained(
                 folder, config=read_config(folder), dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -149,6 +161,23 @@ def load(
     elif options and weights is None:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
     return model
+
+
+class _Stored:
+    """A tensor of a file that transformers reads when it is needed, as it reads slices of safetensors."""
+
+    def __init__(self, info: TensorInfo) -> None:
+        self._info = info
+
+    def __getitem__(self, everything: Any) -> torch.Tensor:
+        return read_tensor(self._info)
+
+    def is_floating_point(self) -> bool:
+        return self._info.dtype.is_floating_point
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._info.dtype
 
 
 def _ask(adapter: Expanded, folder: Path, weights: str | None, options: dict[str, Any]) -> None:
@@ -229,7 +258,7 @@ def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo])
 def _check_complete(folder: Path, found: dict[str, Any]) -> None:
     """Raise for missing tensors: transformers only warns, and fills them at random."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
-        if names := sorted(str(n) for n in found.get(kind) or ()):
+        if names := sorted(str(n) for n in found.get(kind) or () if kind != "unexpected_keys" or not DRAFTS.search(str(n))):
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if names[5:] else ''}")
 
 

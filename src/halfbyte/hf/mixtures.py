@@ -93,6 +93,11 @@ def in_order(module: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
     """Rows [experts, N, ...] of a projection as the model has them, in the order of `experts_linear`: g0, u0, g1, u1, ..."""
     if name != "gate_up_proj" or not is_concatenated(module):
         return rows
+    return alternate(rows)
+
+
+def alternate(rows: torch.Tensor) -> torch.Tensor:
+    """All gate rows, then all up rows [experts, N, ...] -> the two in turn."""
     gate, up = rows.chunk(2, dim=1)
     return torch.stack((gate, up), 2).flatten(1, 2)
 

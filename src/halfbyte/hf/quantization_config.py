@@ -14,9 +14,10 @@ from transformers.quantizers import AutoHfQuantizer, register_quantization_confi
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.adapters import OWN
-from halfbyte.errors import CheckpointError, InvalidArgument
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.adapters import register_lora
+from halfbyte.nn import QuantLinear
 
 FORMAT_VERSION = 1
 
@@ -97,3 +98,15 @@ def keep_names(model: Any) -> None:
     By default it uses a family's old checkpoint names, or drops a prefix that the loaded files lacked.
     """
     model._weight_conversions = []
+    if isinstance(
+        getattr(model, "get_output_embeddings", lambda: None)(), QuantLinear
+    ):  # which transformers would meet when the embedding is replaced
+        model.resize_token_embeddings = refuse_resize
+
+
+def refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    """In place of `resize_token_embeddings` of a model with a quantized output layer, which cannot grow."""
+    raise Unsupported(
+        "resize_token_embeddings: the output layer is quantized, and rows of it cannot be added; resize the 16-bit model, then "
+        "quantize it, or leave the output layer in 16 bits (without lm_head=)"
+    )

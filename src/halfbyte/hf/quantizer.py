@@ -5,7 +5,7 @@ config.json the weight format of every quantized module.
 
 Where halfbyte is not imported, transformers skips a quant_method that it does not know and makes up random weights. So the files
 also hold an empty tensor, of shape [0], under each weight's plain name (`layer.weight`, `experts.down_proj`): every loader that
-does not know halfbyte stops at its shape.
+does not know halfbyte stops at its shape. The name of one more says what to do; such a loader prints it as unexpected.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantizer
 
-from halfbyte.checkpoints.adapters import OWN, STOP
+from halfbyte.checkpoints.adapters import NOTICE, OWN, STOP
 from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
 from halfbyte.hf.adapters import register_lora
+from halfbyte.hf.attention import NAME
 from halfbyte.hf.called_experts import SortedExperts
 from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.footprint import reports_footprint
@@ -160,12 +161,22 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise CheckpointError(f"config.json has settings of the cache that do not fit: {error}") from error
         return model
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Raise for another attention than the one that reads the saved formats of the cache."""
+        named = config._attn_implementation
+        if saved_settings(config) is not None and named not in (None, NAME):
+            raise InvalidArgument(
+                f"attn_implementation={named!r}: this folder was saved with a packed cache, which only {NAME!r} reads; leave it "
+                f"out, or take halfbyte_cache out of config.json"
+            )
+        return config
+
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What `save_pretrained` writes: the state dict, and what stops a loader that does not know halfbyte."""
         layers = (QuantLinear, SortedExperts)
         linear = [name for name in self.quantization_config.modules if isinstance(model.get_submodule(name), layers)]
         plain = [f"{name}.weight" if name in linear else name for name in self.quantization_config.modules]
-        return {**model.state_dict(), **{name: torch.empty(STOP) for name in plain}}, {}
+        return {**model.state_dict(), **{name: torch.empty(STOP) for name in (*plain, *([NOTICE] if plain else []))}}, {}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
         """How the names in files become those of the model. Those of a model with quantized weights are: `keep_names`.

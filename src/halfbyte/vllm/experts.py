@@ -19,13 +19,13 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.models.utils import WeightsMapper
 
-from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, stack
+from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, alternating, stack, without_nested_scales
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import Shape
 from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.reference.experts import KINDS, Activation
 from halfbyte.tensors import QuantTensor
-from halfbyte.vllm.shares import columns_of, rows_of, without_nested_scales
+from halfbyte.vllm.shares import columns_of, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, parameter
 
 #: The projections of a mixture as folders of halfbyte call them, and vLLM.
@@ -94,8 +94,9 @@ class ForeignStack(NamedTuple):
             if any((expert, half) not in self.experts for half in range(halves)):
                 raise CheckpointError(f"{name}: expert {expert} is missing or not quantized; experts are read as a whole")
         size = (features // halves, width)
-        made = [[self.experts[e, half].weight(parts[e, half], size) for half in range(halves)] for e in range(count)]
-        return stack(f"{name}.{self.projection}", made)
+        each = [[self.experts[expert, half] for half in range(halves)] for expert in range(count)]
+        weights = [{stored.name: stored.weight(parts[e, half], size) for half, stored in enumerate(x)} for e, x in enumerate(each)]
+        return stack(f"{name}.{self.projection}", weights, [alternating(halves, size[0])] * count)
 
 
 #: Projection -> its stack, of one mixture.

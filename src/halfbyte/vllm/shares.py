@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from halfbyte.errors import Unsupported
-from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.reference.dequantize import block_scales
 from halfbyte.tensors import QuantTensor
 
 #: The parts whose first axis is that of the out features.
@@ -45,17 +42,6 @@ def columns_of(weight: QuantTensor, begin: int, end: int, name: str) -> QuantTen
         n: p[..., begin // per_column[n] : end // per_column[n]].contiguous() if n in per_column else p for n, p in parts.items()
     }
     return QuantTensor(fmt, (*weight.shape[:-1], end - begin), **cut)
-
-
-def without_nested_scales(weight: QuantTensor) -> QuantTensor:
-    """The same values with scales in fp32: nested scales come in blocks that run across rows, so that they cannot be cut."""
-    if weight.nested is None:
-        return weight
-    scale = weight.format.scale
-    assert scale is not None
-    wanted = replace(weight.format, scale=replace(scale, nested=None))
-    plain = next(f for f in WEIGHT_FORMATS.values() if replace(f, name=wanted.name) == wanted)
-    return QuantTensor(plain, weight.shape, weight.codes, block_scales(weight), perm=weight.perm)
 
 
 def merged(weights: Sequence[QuantTensor]) -> list[QuantTensor]:

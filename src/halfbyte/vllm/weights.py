@@ -26,7 +26,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from halfbyte.checkpoints.adapters import OWN, make_adapter
+from halfbyte.checkpoints.adapters import NOTICE, OWN, make_adapter
+from halfbyte.checkpoints.experts import without_nested_scales
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
@@ -34,7 +35,7 @@ from halfbyte.ops.linear import linear_of_parts, projections_of_parts
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
-from halfbyte.vllm.shares import columns_of, merged, rows_of, without_nested_scales
+from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
 
 #: What transformers and some of vLLM's models call the module that holds experts.
@@ -120,9 +121,8 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
         dotted = {part for stored in foreign for part in stored.held if "." in part}
         suffixes = {f".{part}": f".{parameter(part)}" for part in sorted(dotted)}
-        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=self.renamed) | own_stacks_mapper(
-            self.mixtures.values()
-        )
+        renamed = {**self.renamed, NOTICE: None}
+        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=renamed) | own_stacks_mapper(self.mixtures.values())
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
