@@ -10,10 +10,14 @@ from typing import Any
 import torch
 
 from halfbyte import KV_FORMATS, WEIGHT_FORMATS, KVCache, PagedKVCache, QuantTensor, decode_attention, linear, qkv_projection
+from halfbyte.arguments import Mark
+from halfbyte.formats import Format
 from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, HeadNorms, KVBuffer, Rope, new_kv_buffer
-from halfbyte.ops import append as append_op
-from halfbyte.ops import decode_attention as attention_op
+from halfbyte.ops import declare
+from halfbyte.ops._decode_on_gpu import DECODE
+from halfbyte.ops._linear_call import LINEAR as LINEAR_OP
 from halfbyte.ops._linear_call import LinearCall
+from halfbyte.ops.append import APPEND as APPEND_OP
 from halfbyte.ops.append_slots import append_slots
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.tensors import expected_parts
@@ -48,8 +52,10 @@ FACTS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def at(owner: Any, path: str) -> Any:
-    """What is at a path of names and positions, such as "keys.codes" or "biases.0"."""
+    """What is at a path of names and positions, such as "keys.codes" or "biases.0"; None within None."""
     for name in path.split("."):
+        if owner is None:
+            return None
         owner = owner[name] if isinstance(owner, dict) else owner[int(name)] if name.isdigit() else getattr(owner, name)
     return owner
 
@@ -74,15 +80,11 @@ def changed(path: str, value: Any) -> Change:
 
 
 @dataclass(frozen=True)
-class Op:
-    """An op: its calls as objects, with paths of what is in them, and calls of its public function."""
+class Suite:
+    """An op: a call with every tensor there is, and calls of its public function."""
 
-    full: Callable[[], Any]  # a call with every tensor there is
-    find: Callable[[Any], Signature | None]
-    paths: str  # of its tensors; with a question mark: may be None
-    same: dict[str, Change]  # calls of the same signature
-    others: dict[str, Change]  # of another signature, in what is no fact of a tensor
-    never: dict[str, Change]  # of none
+    op: declare.Op[Any]
+    full: Callable[[], Any]
     run: Callable[..., Sequence[torch.Tensor]]  # the public function
     plain: Given  # as few of its arguments as it takes
     options: dict[str, Given]  # added to them: calls that are stored; "all": with every argument that `bad` spoils
@@ -95,21 +97,71 @@ class Op:
     refuses: bool = False  # such a call raises
     workspace: bool = True
 
-    @property
-    def tensors(self) -> list[str]:
-        return self.paths.replace("?", "").split()
-
     def right(self) -> Arguments:
         return self.plain() | self.options["all"]()
 
     def signature(self, call: Any) -> Signature | None:
         with cuda_tensors(True):
-            return self.find(call)
+            return self.op.signature(call)
 
     def key(self, call: Any) -> Any:
-        found = self.signature(call)
-        assert found is not None
-        return found.key
+        signature = self.signature(call)
+        assert signature is not None
+        return signature.key
+
+    # What follows is derived from the declaration of the op.
+
+    def tensors(self) -> dict[str, bool]:
+        """Paths of the tensors of `full`, and whether each may be None."""
+        call, paths = self.full(), {}
+        for one in self.op.arguments:
+            field = at(call, one.path)
+            if one.kind is torch.Tensor and field is not None:
+                paths[one.path] = one.type.endswith("?") and not one.guard
+            elif one.kind == Sequence[torch.Tensor | None]:
+                paths |= {f"{one.path}.{i}": True for i in range(len(field))}
+            elif one.kind == Sequence[QuantTensor]:
+                paths |= {f"{one.path}.{i}.{part}": part == "offsets" for i, w in enumerate(field) for part in w.parts()}
+        return paths
+
+    def same(self) -> dict[str, Change]:
+        """Other numbers."""
+        numbers = [one.path for one in self.op.arguments if one.is_number and at(self.full(), one.path) is not None]
+        return {path: changed(path, lambda number: number / 2) for path in numbers}
+
+    def others(self) -> dict[str, Change]:
+        """Everything that is no fact of a tensor, another."""
+        call, changes = self.full(), dict[str, Change]()
+        for one in self.op.arguments:
+            value, path = at(call, one.path), one.path
+            if one.guard and value is None:
+                continue
+            if one.is_number and value is not None and one.type.endswith("?"):
+                changes[f"no {path}"] = changed(path, None)
+            elif one.kind is Format:
+                changes[f"another {path}"] = changed(path, KV_FORMATS["fp8"])
+                changes[f"a {path} of the same name"] = changed(path, replace)
+            elif one.kind is bool:
+                changes[f"not {path}"] = changed(path, not value)
+            elif one.kind is int or (one.kind is float and not one.is_number):
+                changes[f"another {path}"] = changed(path, value + 1)
+            elif one.path == "impl":
+                changes |= {f"impl={impl}": changed(path, impl) for impl in ("gluon", "triton", "reference")}
+            elif one.kind == Sequence[QuantTensor]:
+                for i in range(len(value)):
+                    changes[f"another format of {path}.{i}"] = changed(f"{path}.{i}.format", WEIGHT_FORMATS["int4_g32"])
+                    changes[f"the same of {path}.{i}"] = changed(f"{path}.{i}.format", replace)
+        return changes
+
+    def differentiable(self) -> list[str]:
+        """Paths of tensors of which torch may want a gradient."""
+        roots = tuple(f"{one.path}." for one in self.op.arguments if Mark.DIFFERENTIABLE in one.marks)
+        return [path for path in self.tensors() if f"{path}.".startswith(roots)]
+
+    def wrong(self) -> dict[str, Change]:
+        """A field of another type: an object, a tensor, the level."""
+        roots = {one.path.split(".")[0] for one in self.op.arguments if "." in one.path or one.kind == Sequence[QuantTensor]}
+        return {path: changed(path, [[1, 0]]) for path in (*roots, *self.tensors(), "impl")}
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -146,34 +198,9 @@ def attended() -> DecodeCall:
     return DecodeCall(query(), keys, values, ints(2), ints(2), ints(2, 4), options)
 
 
-ATTENTION = Op(
+ATTENTION = Suite(
+    op=DECODE,
     full=attended,
-    find=attention_op._signature,
-    paths="q lengths query_start? page_table? keys.codes keys.scales keys.tail? values.codes values.scales values.offsets? "
-    "values.tail? options.starts? options.ends? options.alibi_slopes? options.sinks?",
-    same={
-        "sm_scale": changed("options.sm_scale", 0.25),
-        "softcap": changed("options.softcap", 1.0),
-        "window": changed("options.window", 7),
-        "sinks that could be trained": changed("options.sinks", torch.nn.Parameter),
-    },
-    others={
-        "format of the keys": changed("keys.format", KV_FORMATS["fp8"]),
-        "format of the values": changed("values.format", KV_FORMATS["int4"]),
-        "a format of the same name": changed("keys.format", replace),
-        "no window": changed("options.window", None),
-        "no softcap": changed("options.softcap", None),
-        "sink tokens": changed("keys.sink_tokens", 1),
-        "impl": changed("impl", "gluon"),
-        "rotated keys": changed("options.rotate_keys", True),
-    },
-    never={
-        "deterministic": changed("deterministic_batch", True),
-        "the portable kernel": changed("impl", "triton"),
-        "impl a list": changed("impl", ["auto"]),
-        "starts a list": changed("options.starts", [0, 0]),
-        "page_table a string": changed("page_table", "abc"),
-    },
     run=lambda **given: decode_attention(**given, return_lse=True),
     plain=lambda: {"q": query(), "cache": cache()},
     options={
@@ -234,7 +261,7 @@ ATTENTION = Op(
 def appended() -> AppendCall:
     where, rope = (
         (*(replace(buffer(name), tail=bf16(2, 2, 9, 64)) for name in ("int8_tensor", "int4_g32")), ints(2), ints(2), ints(2, 4)),
-        (torch.zeros(1, 32), torch.zeros(1, 32)),
+        Rope(torch.zeros(1, 32), torch.zeros(1, 32)),
     )
     return AppendCall(token(), token(), *where, rotate_keys=False, rope=rope, q=query(), measure=False, norms=norms())
 
@@ -252,34 +279,9 @@ def rotation() -> Arguments:
     return {"rope": (torch.rand(2, 1, 32), torch.rand(2, 1, 32)), "q": query()}
 
 
-APPEND = Op(
+APPEND = Suite(
+    op=APPEND_OP,
     full=appended,
-    find=append_op.signature_of,
-    paths="k v lengths counts? page_table? q? keys.codes keys.scales keys.saturated values.codes values.scales values.offsets "
-    "keys.tail? values.tail? rope.0 rope.1 norms.q norms.k",
-    same={},
-    others={
-        "no rope": changed("rope", None),
-        "interleaved rope": changed("rope", lambda rope: (*rope, True)),
-        "format of the keys": changed("keys.format", KV_FORMATS["fp8_tensor"]),
-        "a format of the same name": changed("values.format", replace),
-        "rotated keys": changed("rotate_keys", True),
-        "sink tokens": changed("keys.sink_tokens", 1),
-        "no norms": changed("norms", None),
-        "norms of another kind": changed("norms.kind", "exact"),
-        "norms of another eps": changed("norms.eps", 1e-5),
-    },
-    never={
-        "per-channel keys": changed("keys.format", KV_FORMATS["int8_channel"]),
-        "a scale to measure": changed("measure", True),
-        "rope a list": changed("rope", list),
-        "rope of three": changed("rope", lambda rope: (*rope, rope[0])),
-        "no cosines": changed("rope.0", None),
-        "q that wants a gradient": changed("q", lambda q: q.float().requires_grad_()),
-        "counts a list": changed("counts", [1, 1]),
-        "norms a tuple": changed("norms", tuple),
-        "norms that want a gradient": changed("norms.q", lambda weight: weight.float().requires_grad_()),
-    },
     run=run_append,
     plain=lambda: {"cache": cache(), "k": token(), "v": token()},
     options={
@@ -330,7 +332,7 @@ APPEND = Op(
 def slotted() -> AppendCall:
     """A call as `append_slots` makes it of its arguments: tokens are no sequences yet."""
     where = buffer("int8"), buffer("int4_g32"), ints(2).long()
-    rope = torch.zeros(2, 32), torch.zeros(2, 32)
+    rope = Rope(torch.zeros(2, 32), torch.zeros(2, 32))
     return AppendCall(bf16(2, 2, 64), bf16(2, 2, 64), *where, rope=rope, q=bf16(2, 8, 64), measure=False, by_slot=True)
 
 
@@ -339,13 +341,9 @@ def run_append_slots(**given: Any) -> Sequence[torch.Tensor]:
     return [] if rotated is None else [rotated]
 
 
-APPEND_SLOTS = Op(
+APPEND_SLOTS = Suite(
+    op=APPEND_OP,
     full=slotted,
-    find=append_op.signature_of,
-    paths="k v lengths q? keys.codes keys.scales values.codes values.scales values.offsets rope.0 rope.1",
-    same={},
-    others={name: change for name, change in APPEND.others.items() if "format of the keys" not in name and "norms" not in name},
-    never={name: change for name, change in APPEND.never.items() if name != "counts a list" and "norms" not in name},
     run=run_append_slots,
     plain=lambda: {
         "k": bf16(2, 2, 64),
@@ -416,32 +414,17 @@ def fused(fmt: str, shape: tuple[int, ...], biased: bool) -> Given:
     return lambda: {"x": bf16(*shape), "weights": weights(), "biases": biases() if biased else (None,) * 3}
 
 
-LINEAR = Op(
+LINEAR = Suite(
+    op=LINEAR_OP,
     full=lambda: multiplied("int4_g64"),
-    find=LinearCall.signature,
-    paths="x weights.0.codes weights.0.scales weights.0.offsets? biases.0?",
-    same={},
-    others={
-        "another format": changed("weights.0.format", WEIGHT_FORMATS["int4_g32"]),
-        "a format of the same name": changed("weights.0.format", replace),
-        "impl": changed("impl", "gluon"),
-    },
-    never={
-        "row_invariant": changed("row_invariant", True),
-        "the portable kernel": changed("impl", "triton"),
-        "impl a list": changed("impl", ["auto"]),
-        "a bias too few": changed("biases", lambda biases: biases[1:]),
-        "act-order": changed("weights.0.perm", torch.arange(1024).int()),
-        "nested scales": changed("weights.0.nested", torch.zeros(3)),
-        "a bias in a list": changed("biases.0", [0.0] * 64),
-        "no weight": changed("weights.0", {}),
-    },
     run=lambda **given: [linear(**given)],
     plain=lambda: {"x": bf16(4, 1024), "weight": weight()},
     options={**{name: single(*of) for name, of in SHAPES.items()}, "all": lambda: {"bias": bf16(64)}},
     unstored={
         "x not contiguous": lambda: {"x": bf16(1024, 4).T},
         "x not aligned": lambda: {"x": misaligned(bf16(4, 1024))},
+        "act-order": lambda: {"weight": replace(weight(), perm=torch.arange(1024).int())},
+        "nested scales": lambda: {"weight": weight("nf4_dq")},
         "row_invariant": lambda: {"row_invariant": True},
         "a bias not contiguous": lambda: {"bias": bf16(128)[::2]},
     },
@@ -462,18 +445,6 @@ LINEAR = Op(
 PROJECTIONS = replace(
     LINEAR,
     full=lambda: multiplied("int4_g64", "nvfp4", "nf4"),
-    paths="x weights.0.codes weights.1.codes weights.2.codes weights.0.scales weights.1.scales weights.2.scales weights.0.offsets? "
-    "weights.1.tensor_scale? biases.0? biases.1? biases.2?",
-    others={
-        **LINEAR.others,
-        "another last format": changed("weights.2.format", WEIGHT_FORMATS["fp4_bnb"]),
-        "two weights swapped": changed("weights", lambda w: (w[1], w[0], w[2])),
-    },
-    never={
-        **LINEAR.never,
-        "nested scales of the last": changed("weights.2.nested", torch.zeros(3)),
-        "no second weight": changed("weights.1", {}),
-    },
     run=lambda **given: qkv_projection(**given),
     plain=lambda: {"x": bf16(4, 1024), "weights": (weight(), weight(), weight())},
     options={
@@ -481,7 +452,10 @@ PROJECTIONS = replace(
         "all": lambda: {"biases": (bf16(64), bf16(64), bf16(64))},
     },
     unstored={
-        **{name: given for name, given in LINEAR.unstored.items() if "bias" not in name},
+        **{
+            name: given for name, given in LINEAR.unstored.items() if name in ("x not contiguous", "x not aligned", "row_invariant")
+        },
+        "nested scales": lambda: {"weights": (weight("nf4_dq"),) * 3},
         "a bias missing": lambda: {"biases": (bf16(64), None, bf16(64))},
         "formats mixed": lambda: {"weights": (weight(), weight("nf4"), weight())},
     },

@@ -82,9 +82,11 @@ class Gpu:
         return len(self.first) + len(self.kernel.hooked)
 
     def shared(self, device: torch.device, floats: int, counters: int) -> Any:
+        if not floats:
+            return 7, ()
         assert floats <= self.floats.numel()
         assert counters <= self.counters.numel()
-        return None if self.recording else (7, self.floats, self.counters)
+        return None if self.recording else (7, (self.floats, self.counters))
 
     def jit(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
         constants = [kwargs[name] for name in ("C", "BLOCK") if name in kwargs]
@@ -105,14 +107,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: gpu.jit(kernel, *args, **kwargs))
     for module, portable in ((_decode_on_gpu, "_launch_portable"), (_linear_on_gpu, "_run_portable")):
         monkeypatch.setattr(module, portable, lambda *_: gpu.first.append(((), ())))
-        monkeypatch.setattr(module, "shared", gpu.shared)
-        monkeypatch.setattr(module, "floats", lambda *_: gpu.floats)
-        monkeypatch.setattr(module, "counters", lambda *_: gpu.counters)
+    for name, value in (("shared", gpu.shared), ("floats", lambda *_: gpu.floats), ("counters", lambda *_: gpu.counters)):
+        monkeypatch.setattr(launch_cache, name, value)
     monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
     monkeypatch.setattr(attention_op, "level_of", lambda impl, q: impl)
     monkeypatch.setattr(linear_op, "_level", lambda op, impl, x: impl)
     monkeypatch.setattr(append_op, "level", lambda op, impl, device: "triton")
-    monkeypatch.setattr(append_op, "stream_of", lambda device: 7)
     monkeypatch.setattr(_library, "_supports_pdl", lambda device: True)
     monkeypatch.setattr(KVCache, "_capturing", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)

@@ -30,7 +30,7 @@ from launch_cache_ops import (
     Arguments,
     Change,
     Given,
-    Op,
+    Suite,
     Watched,
     at,
     cache,
@@ -44,62 +44,44 @@ from pretended_gpu import Compiled, Gpu, forget_launches, pretend_gpu
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 
 
-def of_ops(name: str, cases: Callable[[Op], dict[str, Any]]) -> pytest.MarkDecorator:
+def of_ops(name: str, cases: Callable[[Suite], dict[str, Any]]) -> pytest.MarkDecorator:
     """Every op with each of its cases."""
-    found = [pytest.param(op, case, id=f"{of}: {key}") for of, op in OPS.items() for key, case in cases(op).items()]
-    return pytest.mark.parametrize(("op", name), found)
+    params = [pytest.param(op, case, id=f"{of}: {key}") for of, op in OPS.items() for key, case in cases(op).items()]
+    return pytest.mark.parametrize(("op", name), params)
 
 
-def each_tensor(op: Op) -> dict[str, str]:
-    return {path: path for path in op.tensors}
-
-
-def same_calls(op: Op) -> dict[str, Change]:
-    """A query must be no parameter: the dispatcher has to see it."""
-    frozen = {path: changed(path, lambda t: torch.nn.Parameter(t, requires_grad=False)) for path in op.tensors if path != "q"}
-    return {"other addresses": lambda call: call, **{f"{path} a parameter": change for path, change in frozen.items()}, **op.same}
-
-
-def other_calls(op: Op) -> dict[str, Change]:
-    return {
-        **{f"{path}: {name}": changed(path, fact) for path in op.tensors for name, fact in FACTS.items()},
-        **{f"no {path[:-1]}": changed(path[:-1], None) for path in op.paths.split() if path.endswith("?")},
-        **op.others,
-    }
-
-
-def unlike_any(op: Op) -> dict[str, Change]:
-    return {**op.never, **{f"{path} watched": changed(path, lambda t: t.as_subclass(Watched)) for path in op.tensors}}
+def facts(op: Suite) -> dict[str, Change]:
+    """Every fact of every tensor, another."""
+    changes = {f"{path}: {name}": changed(path, fact) for path in op.tensors() for name, fact in FACTS.items()}
+    return changes | {f"no {path}": changed(path, None) for path, optional in op.tensors().items() if optional}
 
 
 # ------------------------------------------------------------------------------------------------------------ signatures
 
 
-@of_ops("change", same_calls)
-def test_other_addresses_and_numbers_are_the_same_call(op: Op, change: Change) -> None:
+@of_ops("change", lambda op: {"other addresses": lambda call: call, **op.same()})
+def test_other_addresses_and_numbers_are_the_same_call(op: Suite, change: Change) -> None:
     one, other = op.signature(op.full()), op.signature(change(op.full()))
     assert one is not None
     assert other is not None
     assert one.key == other.key
     assert hash(one.key) == hash(other.key)
-    assert not {a for a in one.addresses if a} & {a for a in other.addresses if a}
-
-
-@of_ops("change", other_calls)
-def test_every_fact_makes_another_call(op: Op, change: Change) -> None:
-    call = op.full()
-    assert op.key(change(call)) != op.key(call)
+    assert not set(one.addresses) & set(other.addresses)
 
 
 @every_op
-def test_no_fact_is_taken_for_another(op: Op) -> None:
+def test_no_fact_is_taken_for_another(op: Suite) -> None:
+    """Each makes another call, or one that is never replayed."""
     call = op.full()
-    calls = [call, *(change(call) for change in other_calls(op).values())]  # alive together, as their formats are facts by id
-    assert len({op.key(c) for c in calls}) == len(calls)
+    calls = [change(call) for change in (facts(op) | op.others()).values()]  # alive together, as their formats are facts by id
+    signatures = [op.signature(c) for c in (call, *calls)]
+    assert [signature is None for signature in signatures] == [not c.replayable for c in (call, *calls)]
+    keys = [signature.key for signature in signatures if signature is not None]
+    assert len(set(keys)) == len(keys) >= len(FACTS) * len(op.tensors())
 
 
-@of_ops("path", each_tensor)
-def test_a_tensor_of_another_device_makes_another_call(op: Op, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@of_ops("path", lambda op: {path: path for path in op.tensors()})
+def test_a_tensor_of_another_device_makes_another_call(op: Suite, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were on GPU 5, its address as it is."""
     call = op.full()
     tensor, before = at(call, path), op.key(call)
@@ -109,7 +91,7 @@ def test_a_tensor_of_another_device_makes_another_call(op: Op, path: str, monkey
 
 @pytest.mark.parametrize(("variable", "value"), [("HALFBYTE_PDL", "0"), ("HALFBYTE_IMPL", "triton")])
 @every_op
-def test_the_environment_makes_another_call(op: Op, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_makes_another_call(op: Suite, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = op.full()
     monkeypatch.delenv(variable, raising=False)
     before = op.key(call)
@@ -117,19 +99,52 @@ def test_the_environment_makes_another_call(op: Op, variable: str, value: str, m
     assert op.key(call) != before
 
 
-@of_ops("change", unlike_any)
-def test_what_is_never_like_another(op: Op, change: Change) -> None:
+@of_ops("change", Suite.wrong)
+def test_an_argument_of_another_type_is_left_to_the_checks(op: Suite, change: Change) -> None:
     assert op.signature(change(op.full())) is None
 
 
+@of_ops("path", lambda op: {path: path for path in op.tensors()})
+def test_what_torch_must_see_is_left_to_the_dispatcher(op: Suite, path: str) -> None:
+    """A subclass, and what may want a gradient. A parameter is no more than a tensor, but for the first one."""
+    watched, frozen = (changed(path, change)(op.full()) for change in (lambda t: t.as_subclass(Watched), parameter))
+    assert op.signature(watched) is None
+    assert (op.signature(frozen) is None) == (path == op.first)
+    if path in op.differentiable():
+        wanting = changed(path, lambda t: t.to(torch.float32).requires_grad_())(op.full())
+        assert op.signature(wanting) is None
+        with torch.no_grad():
+            assert op.signature(wanting) is not None
+
+
+def parameter(t: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(t, requires_grad=False)
+
+
 @every_op
-def test_tensors_of_two_devices_are_not_stored(op: Op) -> None:
+def test_tensors_of_two_devices_are_not_stored(op: Suite) -> None:
     """Host memory that is pinned can be read by a GPU; what is not pinned looks the same and cannot."""
-    made = op.signature(op.full())
-    assert made is not None
-    assert made.covers(made.tensors)
-    there = (made.tensors[0].to("meta"), *made.tensors[1:])
-    assert not made._replace(tensors=there).covers(made.tensors)
+    signature = op.signature(op.full())
+    assert signature is not None
+    assert signature.covers(signature.tensors)
+    there = (signature.tensors[0].to("meta"), *signature.tensors[1:])
+    assert not signature._replace(tensors=there).covers(signature.tensors)
+    assert not signature.covers([*signature.tensors[:-1], None])
+
+
+@every_op
+def test_a_call_passes_through_its_flat_form(op: Suite) -> None:
+    """Every field arrives as it was."""
+    call = op.full()
+    values = op.op.flat(call)
+    again = op.op.call(*values)
+    assert type(again) is type(call)
+    for before, after in zip(values, op.op.flat(again), strict=True):
+        if isinstance(before, list):
+            assert len(before) == len(after)
+            assert all(a is b for a, b in zip(before, after, strict=True))
+        else:
+            assert before is after or before == after
 
 
 # -------------------------------------------------------------------------------------------------------------- launches
@@ -163,7 +178,7 @@ def tensors_in(owner: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def check_replay(op: Op, first: Arguments, given: Arguments, gpu: Gpu) -> None:
+def check_replay(op: Suite, first: Arguments, given: Arguments, gpu: Gpu) -> None:
     """`given` is launched like `first`, with the arguments and results that it would have had without it."""
     op.run(**first)
     launches = len(gpu.first)
@@ -185,19 +200,19 @@ def check_replay(op: Op, first: Arguments, given: Arguments, gpu: Gpu) -> None:
 
 
 @of_ops("extra", lambda op: op.options)
-def test_the_same_arguments_at_other_addresses(op: Op, extra: Given, gpu: Gpu) -> None:
+def test_the_same_arguments_at_other_addresses(op: Suite, extra: Given, gpu: Gpu) -> None:
     """Another layer with another token: launched as the long way would have launched it."""
     check_replay(op, op.plain() | extra(), op.plain() | extra(), gpu)
 
 
 @of_ops("twice", lambda op: op.aliased)
-def test_what_was_one_tensor_may_be_two(op: Op, twice: Given, gpu: Gpu) -> None:
+def test_what_was_one_tensor_may_be_two(op: Suite, twice: Given, gpu: Gpu) -> None:
     """A first call with the same memory twice, as in a warm-up, is like one of two tensors: each goes where it belongs."""
     check_replay(op, op.right() | twice(), op.right(), gpu)
 
 
 @of_ops("extra", lambda op: op.unstored)
-def test_what_was_converted_or_needs_other_launches_is_not_stored(op: Op, extra: Given, gpu: Gpu) -> None:
+def test_what_was_converted_or_needs_other_launches_is_not_stored(op: Suite, extra: Given, gpu: Gpu) -> None:
     for _ in range(2):
         op.run(**op.plain() | extra())
     assert not launch_cache._launches
@@ -206,7 +221,7 @@ def test_what_was_converted_or_needs_other_launches_is_not_stored(op: Op, extra:
 
 
 @of_ops("bad", lambda op: op.bad)
-def test_wrong_arguments_raise_after_a_right_call(op: Op, bad: tuple[Arguments, str], gpu: Gpu) -> None:
+def test_wrong_arguments_raise_after_a_right_call(op: Suite, bad: tuple[Arguments, str], gpu: Gpu) -> None:
     right, (wrong, message) = op.right(), bad
     for _ in range(2):
         op.run(**right)
@@ -216,9 +231,10 @@ def test_wrong_arguments_raise_after_a_right_call(op: Op, bad: tuple[Arguments, 
     assert len(gpu.replayed) == 1
 
 
+Meet = Callable[[Gpu, pytest.MonkeyPatch], None]
 new_empty_strided = torch.Tensor.new_empty_strided
 #: What a call meets that has been launched before: by name, how.
-IN_THE_WAY: dict[str, Callable[[Gpu, pytest.MonkeyPatch], None]] = {
+IN_THE_WAY: dict[str, Meet] = {
     "forward mode": lambda _, patch: patch.setattr(forward_ad, "_current_level", 0),
     "a profiler": lambda _, patch: patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None),
     "results that are not aligned": lambda _, patch: patch.setattr(
@@ -231,7 +247,9 @@ IN_THE_WAY: dict[str, Callable[[Gpu, pytest.MonkeyPatch], None]] = {
 
 
 @of_ops("meet", lambda op: {name: meet for name, meet in IN_THE_WAY.items() if op.workspace or "workspace" not in name})
-def test_what_cannot_be_replayed_now_takes_the_long_way(op: Op, meet: Callable[[Gpu, pytest.MonkeyPatch], None], gpu: Gpu) -> None:
+def test_what_cannot_be_replayed_now_takes_the_long_way(
+    op: Suite, meet: Callable[[Gpu, pytest.MonkeyPatch], None], gpu: Gpu
+) -> None:
     given = op.right()
     op.run(**given)
     with pytest.MonkeyPatch.context() as patch:
@@ -244,7 +262,7 @@ def test_what_cannot_be_replayed_now_takes_the_long_way(op: Op, meet: Callable[[
 
 
 @every_op
-def test_another_device_is_made_the_current_one(op: Op, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_made_the_current_one(op: Suite, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     given = op.right()
     op.run(**given)
     entered: list[torch.Tensor] = []
@@ -256,10 +274,10 @@ def test_another_device_is_made_the_current_one(op: Op, gpu: Gpu, monkeypatch: p
 
 
 @of_ops("path", lambda op: {path: path for path in op.gradients})
-def test_what_wants_a_gradient_takes_the_long_way(op: Op, path: str, gpu: Gpu) -> None:
+def test_what_wants_a_gradient_takes_the_long_way(op: Suite, path: str, gpu: Gpu) -> None:
     given = op.right()
     op.run(**given)
-    wanting = changed(path, lambda t: t.clone().requires_grad_() if path == op.first else torch.nn.Parameter(t))(given)
+    wanting = changed(path, lambda t: t.clone().requires_grad_())(given)
     with pytest.raises(Unsupported, match="no gradient") if op.refuses else nullcontext():
         op.run(**wanting)
     assert not gpu.replayed
@@ -269,7 +287,7 @@ def test_what_wants_a_gradient_takes_the_long_way(op: Op, path: str, gpu: Gpu) -
 
 
 @every_op
-def test_a_subclass_takes_the_long_way(op: Op, gpu: Gpu) -> None:
+def test_a_subclass_takes_the_long_way(op: Suite, gpu: Gpu) -> None:
     given = op.right()
     for seen in (given, changed(op.first, lambda t: t.as_subclass(Watched))(given)):
         op.run(**seen)
@@ -278,7 +296,7 @@ def test_a_subclass_takes_the_long_way(op: Op, gpu: Gpu) -> None:
 
 
 @every_op
-def test_compiled_code_does_not_look_for_earlier_calls(op: Op, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_does_not_look_for_earlier_calls(op: Suite, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     given = op.right()
     op.run(**given)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -289,7 +307,7 @@ def test_compiled_code_does_not_look_for_earlier_calls(op: Op, gpu: Gpu, monkeyp
 
 
 @every_op
-def test_nothing_keeps_a_tensor_alive(op: Op, gpu: Gpu) -> None:
+def test_nothing_keeps_a_tensor_alive(op: Suite, gpu: Gpu) -> None:
     given = op.right()
     for _ in range(2):
         op.run(**given)
@@ -342,7 +360,7 @@ def test_32_bits_are_not_stored(name: str, gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("op", [LINEAR, PROJECTIONS], ids=["linear", "projections"])
-def test_a_gemm_that_is_not_stored_is_compiled_once(op: Op, gpu: Gpu) -> None:
+def test_a_gemm_that_is_not_stored_is_compiled_once(op: Suite, gpu: Gpu) -> None:
     for _ in range(2):
         op.run(**op.plain() | op.unstored["x not aligned"]())
     assert len(gpu.first) == len(gpu.kernel.hooked) == 1

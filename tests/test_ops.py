@@ -14,6 +14,11 @@ from halfbyte import plans
 from halfbyte.cache import KVCache
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, plain_format
+from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, Rope
+from halfbyte.ops._decode_on_gpu import DECODE
+from halfbyte.ops._linear_call import LINEAR, LinearCall
+from halfbyte.ops.append import APPEND
+from halfbyte.ops.declare import Op
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.ops.prefill_attention import prefill_attention
@@ -50,44 +55,31 @@ def random_tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def flat(cache: KVCache) -> dict[str, Any]:
-    k, v = cache.keys, cache.values
-    return {
-        "k": (k.codes, k.scales, k.offsets, k.tail),
-        "v": (v.codes, v.scales, v.offsets, v.tail),
-        "formats": (k.format.name, v.format.name),
-    }
+def opcheck(op: Op[Any], call: Any, **options: Any) -> None:
+    """torch.library's own checks of a declared op."""
+    torch.library.opcheck(getattr(torch.ops.halfbyte, op.name).default, op.flat(call), **options)
 
 
 @pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 def test_opcheck_append(layout: dict[str, Any]) -> None:
     cache, (k, v) = build(layout), random_tokens(3)
-    parts = flat(cache)
     if isinstance(cache, PagedKVCache):  # the op writes where the page table says: give each sequence another page
         cache.append(*random_tokens(1))
     counts = torch.tensor([3, 1], dtype=torch.int32)
     for given in (counts, None):
-        arguments = (
-            *(k, v, given, *parts["k"], cache.keys.saturated, *parts["v"], cache.values.saturated),
-            *(cache.lengths, cache.page_table, *parts["formats"], cache.rotate_keys),
-        )
-        window = {"sink_tokens": cache.keys.sink_tokens}
-        torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments, window)
-        q, rope = torch.randn(2, 3, 4, 64).transpose(1, 2), rope_tables(torch.arange(3), 64)
-        rotating = {"cos": rope[0], "sin": rope[1], "q": q, "q_out": torch.empty(q.shape), **window}
-        torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments, rotating)
+        memory = (cache.keys, cache.values, cache.lengths, given, cache.page_table, cache.rotate_keys)
+        call = AppendCall(k, v, *memory, impl="reference")
+        opcheck(APPEND, call)
+        q, rope = torch.randn(2, 3, 4, 64).transpose(1, 2), Rope(*rope_tables(torch.arange(3), 64))
+        opcheck(APPEND, call._replace(rope=rope, q=q, rotated_q=torch.empty(q.shape)))
 
 
 def test_opcheck_append_by_slot() -> None:
     cache, (k, v), q = build(LAYOUTS[4]), random_tokens(1), torch.randn(2, 4, 1, 64)
-    parts, (cos, sin) = flat(cache), rope_tables(torch.arange(2).unsqueeze(1), 64)
-    slots = torch.tensor([-1, 70])
-    arguments = (
-        *(k, v, None, *parts["k"], None, *parts["v"], None, slots, None, *parts["formats"], False, cos, sin, False),
-        *("reference", q, torch.empty(q.shape), True),
-    )
-    torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments)
+    rope = Rope(*rope_tables(torch.arange(2).unsqueeze(1), 64))
+    call = AppendCall(k, v, cache.keys, cache.values, torch.tensor([-1, 70]), rope=rope, q=q, measure=False, by_slot=True)
+    opcheck(APPEND, call._replace(impl="reference", rotated_q=torch.empty(q.shape)))
 
 
 def test_rotation_of_heads() -> None:
@@ -107,49 +99,35 @@ def test_rotation_of_heads() -> None:
 @pytest.mark.parametrize("level", ["cpu", "reference"])
 def test_opcheck_decode_attention(layout: dict[str, Any], level: str) -> None:
     cache, q = build(layout), torch.randn(2, 4, 3, 64).bfloat16()
-    parts, heads = flat(cache), torch.rand(4)
-    starts = torch.tensor([0, 2], dtype=torch.int32)
-    for options in ((None, None, None, None, 0.125, None, None), (starts, starts + 9, heads, heads, 0.125, 20.0, 7)):
-        arguments = (
-            *(q, *parts["k"], *parts["v"], cache.lengths, cache.lengths - 3, cache.page_table),
-            *(*options, cache.rotate_keys, *parts["formats"], level),
-        )
-        window = {"sink_tokens": cache.keys.sink_tokens}
-        torch.library.opcheck(torch.ops.halfbyte.decode_attention.default, arguments, window)
+    starts, heads = torch.tensor([0, 2], dtype=torch.int32), torch.rand(4)
+    memory = (cache.keys, cache.values, cache.lengths, cache.lengths - 3, cache.page_table)
+    plain = AttentionOptions(0.125, rotate_keys=cache.rotate_keys)
+    for options in (plain, AttentionOptions(0.125, 20.0, heads, 7, starts, starts + 9, heads, cache.rotate_keys)):
+        opcheck(DECODE, DecodeCall(q, *memory, options, level))
 
 
 @pytest.mark.parametrize("name", ["int4_g32", "int4_sym_col", "int8_col", "nf4_dq", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("level", ["cpu", "reference"])
 def test_opcheck_linear(name: str, level: str) -> None:
     weight, x = quantize(torch.randn(24, 128), name), torch.randn(2, 3, 128).half()
-    parts = list(weight.parts().values())
     for bias in (None, torch.randn(24)):
-        torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts, bias, name, level))
+        opcheck(LINEAR, LinearCall(x, [weight], [bias], level))
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8_col"])
 def test_opcheck_linear_of_fp32(name: str) -> None:
-    parts = list(quantize(torch.randn(24, 128), name).parts().values())
-    torch.library.opcheck(torch.ops.halfbyte.linear.default, (torch.randn(5, 128), parts, None, name, "cpu"))
+    opcheck(LINEAR, LinearCall(torch.randn(5, 128), [quantize(torch.randn(24, 128), name)], [None], "cpu"))
 
 
 def act_order(weight: QuantTensor) -> QuantTensor:
     return replace(weight, perm=torch.randperm(weight.shape[1]).int())
 
 
-def test_opcheck_act_order() -> None:
-    parts = list(act_order(quantize(torch.randn(24, 128), "int4_g32")).parts().values())
-    torch.library.opcheck(torch.ops.halfbyte.linear.default, (torch.randn(5, 128), parts, None, "int4_g32", "cpu"))
-
-
 def test_opcheck_projections() -> None:
     names = ("nf4", "int4_g32", "nvfp4")
-    weights = [quantize(torch.randn(n, 128), name) for n, name in zip((32, 16, 8), names, strict=True)]
-    parts = [list(w.parts().values()) for w in (weights[0], act_order(weights[1]), weights[2])]
-    flat, counts, biases = [t for own in parts for t in own], [len(own) for own in parts], [torch.randn(32), None, torch.randn(8)]
-    torch.library.opcheck(
-        torch.ops.halfbyte.projections.default, (torch.randn(5, 128), flat, counts, biases, ",".join(names), "cpu")
-    )
+    first, *others = (quantize(torch.randn(n, 128), name) for n, name in zip((32, 16, 8), names, strict=True))
+    weights = [first, act_order(others[0]), others[1]]
+    opcheck(LINEAR, LinearCall(torch.randn(5, 128), weights, [torch.randn(32), None, torch.randn(8)], "cpu"))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from halfbyte import plans
 from halfbyte.device import GPU, H200, block_shared_memory
 from halfbyte.errors import InvalidArgument
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, kv_format
 from halfbyte.plans import toolchain
 from halfbyte.plans.decode_attention import (
     DecodePlan,
     DecodeProblem,
-    format_of,
     gluon_plan,
     kv_spec,
     programs,
@@ -309,7 +308,7 @@ def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
     for units, neighbourhoods in ((1, 17), (3, 33)):
         found = tuned(replace(LAYER, batch=1, heads=units, alibi=True))
         assert found.programs == 264
-        assert (found.work_items, found.semaphores) == (units, units + 2 * neighbourhoods)
+        assert (found.work_items, found.counters) == (units, units + 2 * neighbourhoods)
         assert found.floats == 2 * 264 * found.spec.partial_floats
 
 
@@ -398,17 +397,17 @@ def test_no_more_programs_fit_than_are_meant_to(fmt: str, dim: int) -> None:
 
 
 def test_a_side_says_how_its_words_are_read() -> None:
-    int4 = kv_spec(format_of("int4_g32"), 128)
+    int4 = kv_spec(kv_format("int4_g32"), 128)
     assert isinstance(int4, KVSpec)
     assert (int4.words, int4.codes_per_word, int4.groups, int4.halved, int4.operands, int4.offset) == (32, 4, 4, True, 2, True)
-    odd = kv_spec(format_of("int8"), 80, 1, 0)
+    odd = kv_spec(kv_format("int8"), 80, 1, 0)
     assert isinstance(odd, KVSpec)
     assert (odd.words, odd.padded, odd.staged, odd.scale) == (40, 64, True, "token")
-    assert kv_spec(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, spread="tensor", scale_stride=1)
+    assert kv_spec(kv_format("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, spread="tensor", scale_stride=1)
 
 
 def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
-    near, apart, far = (kv_spec(format_of("int4_g32"), 128, 8, n) for n in (1, 8, 0))
+    near, apart, far = (kv_spec(kv_format("int4_g32"), 128, 8, n) for n in (1, 8, 0))
     assert isinstance(near, KVSpec)
     assert isinstance(apart, KVSpec)
     assert isinstance(far, KVSpec)
@@ -418,7 +417,7 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
         (True, False, 4),
     ]
     assert near.tile_bytes(64, 4, 1) == apart.tile_bytes(64, 4, 1) == far.tile_bytes(64, 4, 1)
-    one = kv_spec(format_of("int4"), 128, 8, 8)
+    one = kv_spec(kv_format("int4"), 128, 8, 8)
     assert isinstance(one, KVSpec)
     assert one.scale_columns == 1
     assert [one.tile_bytes(64, 4, heads) for heads in (1, 2)] == [64 * (64 + 8), 64 * (128 + 8)]  # the neighbour's come along
@@ -426,7 +425,7 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
 
 def test_a_warp_s_tokens_share_their_scales_of_channels() -> None:
     for keys in ("int8_channel", "int4_channel"):
-        one = kv_spec(format_of(keys), 128)
+        one = kv_spec(kv_format(keys), 128)
         assert isinstance(one, KVSpec)
         assert (one.scale, one.groups, one.block) == ("channel", 1, 32)
         assert one.tile_bytes(128, 4, 1) == 128 * one.words * 2 + 4 * 256 * (1 + one.offset)
@@ -443,7 +442,7 @@ def test_portable_tiles() -> None:
 
     def tiles(keys: str, dim: int, rows: int = 8) -> tuple[int, int]:
         found = triton_tiles(
-            format_of(keys), format_of("int4_g32"), batch=8, heads=8, rows=rows, capacity=8192, dim=dim, num_sms=132
+            kv_format(keys), kv_format("int4_g32"), batch=8, heads=8, rows=rows, capacity=8192, dim=dim, num_sms=132
         )
         return found.block_tokens, found.num_warps
 

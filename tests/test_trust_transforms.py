@@ -12,8 +12,8 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 import halfbyte as hb
 from halfbyte import engine
 from halfbyte.nn import QuantLinear
-from halfbyte.ops import launch_cache
 from halfbyte.ops._library import can_bypass_dispatcher
+from halfbyte.ops._linear_call import LINEAR, LinearCall
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -137,8 +137,9 @@ def test_a_graphics_processor_is_not_launched_past_a_tangent(monkeypatch: pytest
     monkeypatch.undo()
 
     def signed(x: torch.Tensor) -> torch.Tensor:
-        launch_cache.signature("linear", (), (), [x])
+        LINEAR.signature(LinearCall(x, [], []))
         return x
 
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with pytest.raises(hb.HalfbyteError, match="no memory of its own"):
         vmap(signed)(torch.randn(2, 3))

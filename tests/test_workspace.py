@@ -77,11 +77,12 @@ def test_a_workspace_is_shared_by_a_stream_if_it_is_large_enough(monkeypatch: py
     monkeypatch.setattr(workspace, "stream_of", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     stream = 7
-    found = workspace.shared(device, 100, 10)
-    assert found is not None
-    assert found[0] == 7
-    assert found[1] is part
-    assert found[2] is count
+    memory = workspace.shared(device, 100, 10)
+    assert memory is not None
+    assert memory[0] == 7
+    assert memory[1][0] is part
+    assert memory[1][1] is count
+    assert workspace.shared(device, 0, 0) == (7, ())
     assert workspace.shared(device, 101, 10) is None
     assert workspace.shared(device, 100, 11) is None
     assert workspace.shared(torch.device("cuda", 0), 100, 10) is None
@@ -89,6 +90,7 @@ def test_a_workspace_is_shared_by_a_stream_if_it_is_large_enough(monkeypatch: py
     assert workspace.shared(device, 100, 10) is None
     stream, recording = 7, True
     assert workspace.shared(device, 100, 10) is None
+    assert workspace.shared(device, 0, 0) == (7, ())
 
 
 def test_counters_are_at_hand_unless_a_launch_would_clear_them(monkeypatch: pytest.MonkeyPatch) -> None:

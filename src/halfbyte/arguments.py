@@ -1,10 +1,11 @@
-"""Argument checks. Each error names the argument, what was given and what was expected."""
+"""Argument checks, whose errors name the argument, what was given and what was expected; and marks of the fields of calls."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -12,6 +13,21 @@ from halfbyte.errors import InvalidArgument, check
 
 Kind = Literal["floating", "integer"]
 _INTEGERS = (torch.int32, torch.int64)
+
+
+class Mark(enum.Enum):
+    """What an `Annotated` field of a call says besides its type, for `halfbyte.ops.declare`."""
+
+    WRITTEN = "the op writes this tensor, or those of this buffer"
+    RESULT = "a tensor that the op allocates and writes: no part of a call's signature"
+    COMPILED = "a number that kernels are compiled for"
+    DIFFERENTIABLE = "torch may want a gradient of this tensor, so that the dispatcher must see the call"
+
+
+class Without(NamedTuple):
+    """The same: the op does not take this field of a nested object."""
+
+    field: str
 
 
 def check_tensor(

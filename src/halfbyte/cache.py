@@ -26,7 +26,7 @@ from halfbyte.kv_buffer import (
     new_kv_buffer,
     outside_inference_mode,
 )
-from halfbyte.ops.append import check_new, signature_of, store
+from halfbyte.ops.append import APPEND, check_new, rope_of, store
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
 from halfbyte.reference.append import check_capacity
@@ -242,8 +242,8 @@ class KVCache:
         tokens beyond the capacity are not written.
         """
         where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
-        call = AppendCall(k, v, *where, rope, q, self._measures, norms=norms)
-        signature = signature_of(call)
+        call = AppendCall(k, v, *where, None if rope is None else rope_of(rope), q, self._measures, norms=norms)
+        signature = APPEND.signature(call)
         if signature is None or not signature.known:
             check_new(call)
         with self._changing():
@@ -253,7 +253,7 @@ class KVCache:
         """`append` of checked arguments; `PagedKVCache` allocates pages here."""
         self._check_capacity(call.k.shape[2], call.counts)
         certain = self._counted()
-        rotated = store(call, s=signature)
+        rotated = store(call, signature)
         self._version = _version_of(self.lengths) if certain else None
         return rotated
 

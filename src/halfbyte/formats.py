@@ -319,6 +319,11 @@ def plain_format(name: str | torch.dtype) -> Format:
     raise InvalidArgument(f"{name} is not a floating dtype that attention reads; choose float16, bfloat16, float32 or float64")
 
 
+def kv_format(name: str) -> Format:
+    """The format that attention reads of this name: of a cache, or unquantized."""
+    return KV_FORMATS.get(name) or plain_format(name)
+
+
 def _lookup(registry: dict[str, Format], name: str | Format, argument: str) -> Format:
     if isinstance(name, Format) and registry.get(name.name) == name:
         return name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import torch
 
+from halfbyte.arguments import Mark, Without
 from halfbyte.errors import check
 from halfbyte.formats import Format, Shape, key_format, value_format
 from halfbyte.tensors import expected_parts
@@ -25,6 +26,9 @@ class Rope(NamedTuple):
     interleaved: bool = False
 
 
+#: The widest window that kernels count with, as they count tokens in 32 bits.
+WIDEST = 2**30
+
 RopeLike = Rope | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -37,7 +41,7 @@ class HeadNorms(NamedTuple):
 
     q: torch.Tensor
     k: torch.Tensor
-    eps: float
+    eps: Annotated[float, Mark.COMPILED]
     kind: str
 
 
@@ -58,7 +62,7 @@ class KVBuffer:
     """
 
     format: Format
-    codes: torch.Tensor
+    codes: Annotated[torch.Tensor, Mark.DIFFERENTIABLE]
     scales: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     tail: torch.Tensor | None = None
@@ -145,7 +149,7 @@ class AttentionOptions(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """One call of decode attention, made once from its arguments and passed on.
+    """One call of decode attention, made once from its arguments and passed on: the declaration of the op.
 
     q [B, Hq, L, D]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where keys and values are contiguous.
     query_start None: lengths - L, the newest tokens. `impl`: as requested, later the level that runs.
@@ -153,9 +157,9 @@ class DecodeCall(NamedTuple):
     sequence b, at most max_query_len. Tokens after the last one are padding: out = 0 and lse = -inf.
     """
 
-    q: torch.Tensor
-    keys: KVBuffer
-    values: KVBuffer
+    q: Annotated[torch.Tensor, Mark.DIFFERENTIABLE]
+    keys: Annotated[KVBuffer, Without("saturated")]
+    values: Annotated[KVBuffer, Without("saturated")]
     lengths: torch.Tensor
     query_start: torch.Tensor | None
     page_table: torch.Tensor | None
@@ -165,6 +169,16 @@ class DecodeCall(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None
     max_query_len: int = 0
 
+    @property
+    def replayable(self) -> bool:
+        """Whether an unchecked call could be one launch of the tuned kernel like an earlier one."""
+        return not self.deterministic_batch and self.cu_seqlens_q is None and self.impl in ("auto", "gluon")
+
+    def numbers(self) -> tuple[float, float, int]:
+        """sm_scale, softcap and window as kernels take them."""
+        o = self.options
+        return o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST)
+
     def new_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for out [B, Hq, L, Dv] and lse fp32 [B, Hq, L]; ragged queries have token-major memory."""
         batch, heads, length, _ = self.q.shape
@@ -172,14 +186,6 @@ class DecodeCall(NamedTuple):
         out = self.q.new_empty((length, heads, self.values.dim) if ragged else (batch, heads, length, self.values.dim))
         lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
         return (out.transpose(0, 1)[None], lse.t()[None]) if ragged else (out, lse)
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Every tensor, in the order in which the op and the kernels take them."""
-        k, v, o = self.keys, self.values, self.options
-        return (
-            self.q, k.codes, k.scales, k.offsets, k.tail, v.codes, v.scales, v.offsets, v.tail,
-            self.lengths, self.query_start, self.page_table, o.starts, o.ends, o.alibi_slopes, o.sinks,
-        )  # fmt: skip
 
     @property
     def first_query(self) -> torch.Tensor:
@@ -194,7 +200,7 @@ class DecodeCall(NamedTuple):
 
 
 class AppendCall(NamedTuple):
-    """One append, made once and passed on.
+    """One append, made once and passed on: the declaration of the op.
 
     k, v         [B, H, L, D] and [B, H, L, Dv], any floating dtype and strides
     lengths      int32 [B]: tokens that each sequence has so far
@@ -203,25 +209,38 @@ class AppendCall(NamedTuple):
     rotate_keys  keys are Hadamard-rotated
     rope         rotary embedding of keys (and q), before the Hadamard rotation
     q            [B, Hq, L, D], gets rope (and norms), too
-    norms        RMSNorm of each head of keys and q, before rope
     measure      a per-tensor scale may still be 0, that is, not calibrated
     by_slot      `lengths`, int32 or int64 [B], are slots, which do not advance: the one token of each sequence (L = 1) goes to row
                  i % N of page i // N, with pages of N tokens; negative slots are skipped
+    norms        RMSNorm of each head of keys and q, before rope
+    impl         as requested, later the level that runs
+    rotated_q    memory for q once it is rotated, contiguous
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    keys: KVBuffer
-    values: KVBuffer
+    keys: Annotated[KVBuffer, Mark.WRITTEN]
+    values: Annotated[KVBuffer, Mark.WRITTEN]
     lengths: torch.Tensor
     counts: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
     rotate_keys: bool = False
-    rope: RopeLike | None = None
-    q: torch.Tensor | None = None
+    rope: Annotated[Rope | None, Mark.DIFFERENTIABLE] = None
+    q: Annotated[torch.Tensor | None, Mark.DIFFERENTIABLE] = None
     measure: bool = True
     by_slot: bool = False
-    norms: HeadNorms | None = None
+    norms: Annotated[HeadNorms | None, Mark.DIFFERENTIABLE] = None
+    impl: str = "auto"
+    rotated_q: Annotated[torch.Tensor | None, Mark.RESULT] = None
+
+    @property
+    def replayable(self) -> bool:
+        """Whether an unchecked call could be one launch like an earlier one."""
+        return not self.measure and self.impl in ("auto", "triton")
+
+    def new_results(self) -> tuple[torch.Tensor, ...]:
+        """Memory for q rotated, if it is given."""
+        return () if self.q is None else (torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device),)
 
 
 class Cache(Protocol):

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from halfbyte.device import blocks_by_resource, sm_limits
 from halfbyte.errors import Unsupported, require
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, format_of
+from halfbyte.formats import kv_format
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.terminal import progress
 
@@ -146,7 +147,7 @@ def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:
 
     dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16
     keys, values = (
-        kv_buffer(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
+        kv_buffer(kv_format(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
     )
     q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
     call = DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5, rotate_keys=p.rotate_keys))

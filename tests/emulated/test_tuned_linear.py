@@ -13,7 +13,7 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.device import GPU
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.ops import _linear_on_gpu
+from halfbyte.ops import launch_cache
 from halfbyte.plans import toolchain
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
@@ -92,7 +92,7 @@ def test_products_keep_their_promise(case: Product) -> None:
 def test_owners_of_split_tiles_leave_zeros_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five steps a tile four programs take 3, 3, 2, 2: an owner waits for numbers of others, NaN among them, and clears them."""
     words = torch.zeros(1 << 12, dtype=torch.int32)
-    monkeypatch.setattr(_linear_on_gpu, "counters", lambda device, size, own: words[:size])
+    monkeypatch.setattr(launch_cache, "counters", lambda device, size, own: words[:size])
     x = torch.randn(2, 5120, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[1, 4000] = float("nan")
     weight = hb.quantize(torch.randn(40, 5120, generator=torch.Generator().manual_seed(1)), "int4_sym_g128")

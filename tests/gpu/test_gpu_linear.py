@@ -17,7 +17,7 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.device import H200
 from halfbyte.errors import Unsupported
-from halfbyte.ops._linear_call import LinearCall
+from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops._linear_on_gpu import expands, plan_of
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
@@ -363,10 +363,9 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
     num_sms = 4 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
     n, level = int(tiles * num_sms) * 64, "cpu" if PLACE.dry else "gluon"
     weight, x = hb.quantize(normal(n, PLACE.size(4096, 256)), "int4_sym_g128"), normal(rows, PLACE.size(4096, 256)).bfloat16()
-    parts = list(weight.parts().values())
 
     def product() -> Any:
-        return torch.ops.halfbyte.linear.default(x, parts, None, weight.format.name, level)
+        return LINEAR(LinearCall(x, [weight], [None], level))[0]
 
     assert same_bits(product(), hb.linear(x, weight, impl=level))
     if not PLACE.dry:

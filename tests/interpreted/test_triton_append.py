@@ -12,8 +12,8 @@ from triton.runtime.interpreter import GridExecutor
 from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS, key_format
-from halfbyte.kv_buffer import HeadNorms, KVBuffer, Rope
-from halfbyte.ops.append import append_
+from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope
+from halfbyte.ops.append import APPEND, append_
 from halfbyte.ops.block import norm_rows
 from halfbyte.ops.linear import qkv_projection
 from halfbyte.reference.append import check_capacity
@@ -487,11 +487,12 @@ def test_opcheck_and_compiling() -> None:
     a, b = make("paged", 1, 64, keys="int8_tensor"), make("paged", 1, 64, keys="int8_tensor")
     k, v = tokens((3, 1, 3, 64))
     q = tokens((3, 4, 3, 64), 1)[0]
-    counts, kp, vp = torch.tensor([3, 1, 0], dtype=torch.int32), a.keys, a.values
-    flat = (k, v, counts, *kp.tensors(), kp.saturated, *vp.tensors(), vp.saturated, a.lengths, a.page_table)
+    counts = torch.tensor([3, 1, 0], dtype=torch.int32)
+    rope = rope_tables(torch.arange(3), 64)
+    call = AppendCall(k, v, a.keys, a.values, a.lengths, counts, a.page_table, rope=Rope(*rope), q=q, impl="triton")
     torch.library.opcheck(
         torch.ops.halfbyte.append_.default,
-        (*flat, kp.format.name, vp.format.name, False, *(rope := rope_tables(torch.arange(3), 64)), True, "triton", q, q.clone()),
+        APPEND.flat(call._replace(rotated_q=q.clone())),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
     )
     a = make("paged", 1, 64, keys="int8_tensor")  # opcheck runs the op on it

@@ -18,6 +18,7 @@ from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear.portable import launch
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
+from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
 from halfbyte.plans.linear_spec import LinearProblem
 from halfbyte.reference.dequantize import dynamic_map
@@ -295,10 +296,8 @@ def test_public_calls() -> None:
         assert out.is_contiguous()
         check_product(out.flatten(0, 1), x.flatten(0, 1), w, bias)
         check_product(hb.linear(x[0, 1], w, bias, impl="triton").unsqueeze(0), x[0, 1:2], w, bias)
-    parts = [list(w.parts().values()) for w in weights]
-    torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts[0], biases[0], names[0], "triton", True))
-    every = ([t for own in parts for t in own], [len(own) for own in parts], list(biases))
-    torch.library.opcheck(torch.ops.halfbyte.projections.default, (x, *every, ",".join(names), "triton"))
+    for call in (LinearCall(x, weights[:1], biases[:1], "triton", row_invariant=True), LinearCall(x, weights, biases, "triton")):
+        torch.library.opcheck(torch.ops.halfbyte.linear.default, LINEAR.flat(call))
 
 
 @pytest.mark.parametrize("act_order", [False, True])

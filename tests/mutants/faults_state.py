@@ -12,8 +12,7 @@ CACHE = "cache.py"
 DECODE_PLAN = "plans/decode_attention.py"
 PAGING = "paging.py"
 DECODE_OP = "ops/decode_attention.py"
-LINEAR_CALL, LINEAR_ON_GPU = "ops/_linear_call.py", "ops/_linear_on_gpu.py"
-LAUNCH_CACHE = "ops/launch_cache.py"
+LINEAR_ON_GPU, DECLARE, LAUNCH_CACHE = "ops/_linear_on_gpu.py", "ops/declare.py", "ops/launch_cache.py"
 DECODE_ON_GPU = "ops/_decode_on_gpu.py"
 KV_BUFFER = "kv_buffer.py"
 
@@ -161,9 +160,9 @@ STATE = [
     # -- ops
     Mutant(
         "an undeclared mutation",
-        APPEND_OP,
-        "_SCHEMA",
-        InText("Tensor(a!) k_codes", "Tensor k_codes"),
+        DECLARE,
+        "Argument.schema",
+        Rewrite("{Mark.WRITTEN, Mark.RESULT}", "{Mark.RESULT}"),
         ops("test_opcheck_append[int8-int4_g32]"),
     ),
     Mutant(
@@ -175,95 +174,79 @@ STATE = [
     ),
     Mutant(
         "the bias of another shard",
-        LINEAR_CALL,
-        "flattened",
-        Rewrite("list(_b)", "[*_b[:-1], None]"),
+        DECLARE,
+        "Op._field",
+        InText("[*{path}]", "[*{path}[:-1], None]"),
         ops("test_qkv_projection_is_three_products"),
     ),
     Mutant(
         "the parts of the first weight for all",
-        LINEAR_CALL,
-        "unflattened",
-        Rewrite("_p[_e - _c : _e]", "_p[:_c]"),
+        DECLARE,
+        "_weights",
+        Rewrite("parts[first : first + count]", "parts[:count]"),
         ops("test_qkv_projection_is_three_products"),
     ),
     # -- calls launched like an earlier one
     Mutant(
         "strides are no fact",
-        LAUNCH_CACHE,
-        "signature",
-        Rewrite("(*_b, _t.stride(), *_a)", "(*_b, *_a)"),
-        launches("test_every_fact_makes_another_call"),
+        DECLARE,
+        "Op.signature",
+        Rewrite("(*_b, *map(_x.stride, _t), *_a)", "(*_b, *_a)"),
+        launches("test_no_fact_is_taken_for_another"),
     ),
     Mutant(
         "alignment is no fact",
-        LAUNCH_CACHE,
-        "signature",
-        Rewrite("(*_b, _p % 16)", "(*_b,)"),
-        launches("test_every_fact_makes_another_call"),
+        DECLARE,
+        "Op.signature",
+        Rewrite("(*_b, *map(_x, addresses))", "(*_b,)"),
+        launches("test_no_fact_is_taken_for_another"),
     ),
     Mutant(
         "devices are no fact",
-        LAUNCH_CACHE,
-        "signature",
-        Rewrite("(*_b, _t.get_device(), *_a)", "(*_b, *_a)"),
+        DECLARE,
+        "Op.signature",
+        Rewrite("(*_b, *map(_x.get_device, _t))", "(*_b,)"),
         launches("test_a_tensor_of_another_device_makes_another_call"),
     ),
     Mutant(
         "formats by name",
-        LAUNCH_CACHE,
-        "signature",
-        Rewrite("[*_b, *map(id, _f)]", "[*_b, *(f.name for f in _f)]"),
-        launches("test_every_fact_makes_another_call"),
+        DECLARE,
+        "Op.signature",
+        Rewrite("(*_b, *map(id, _f), *_a)", "(*_b, *(f.name for f in _f), *_a)"),
+        launches("test_no_fact_is_taken_for_another"),
     ),
     Mutant(
         "converted tensors remembered",
-        DECODE_ON_GPU,
-        "run",
+        LAUNCH_CACHE,
+        "launch",
         Rewrite("signature.covers(_t)", "True"),
-        launches("test_what_was_converted_or_needs_other_launches_is_not_stored[attention: starts of 64 bits]"),
+        launches(
+            *(
+                f"test_what_was_converted_or_needs_other_launches_is_not_stored[{case}]"
+                for case in ("attention: starts of 64 bits", "linear: x not contiguous", "append: counts of 64 bits")
+            )
+        ),
     ),
     Mutant(
         "the environment is no fact",
-        LAUNCH_CACHE,
-        "signature",
-        Rewrite("[*_b, *as_set(), *_a]", "[*_b, *_a]"),
+        DECLARE,
+        "Op.signature",
+        Rewrite("(*_b, *as_set(), *_a)", "(*_b, *_a)"),
         launches("test_the_environment_makes_another_call"),
     ),
     Mutant(
-        "the tail of an earlier call",
-        KV_BUFFER,
-        "DecodeCall.tensors",
-        Rewrite("(*_b, _k.tail, _v.codes, *_a)", "(*_b, None, _v.codes, *_a)"),
+        "an address where another belongs",
+        LAUNCH_CACHE,
+        "_Places.add",
+        Rewrite("enumerate(tensors)", "enumerate(tensors[::-1])"),
         launches("test_the_same_arguments_at_other_addresses[attention: a tail]"),
     ),
     Mutant(
-        "formats of products by name",
-        LAUNCH_CACHE,
-        "signature",
-        Rewrite("[*_b, *map(id, _f)]", "[*_b, *(f.name for f in _f)]"),
-        launches("test_every_fact_makes_another_call[projections: a format of the same name]"),
-    ),
-    Mutant(
-        "a product remembered that was converted",
-        LINEAR_ON_GPU,
-        "_run_plan",
-        Rewrite("_s.covers(_u)", "True"),
-        launches("test_what_was_converted_or_needs_other_launches_is_not_stored[linear: x not contiguous]"),
-    ),
-    Mutant(
-        "act-order remembered",
-        LINEAR_CALL,
-        "LinearCall.signature",
-        Rewrite("_w.perm is not None", "False"),
-        launches("test_what_is_never_like_another[linear: act-order]"),
-    ),
-    Mutant(
-        "rotated keys are no fact of attention",
-        DECODE_OP,
-        "_signature",
-        Rewrite("(*_b, _o.rotate_keys, _k)", "(*_b, _k)"),
-        launches("test_every_fact_makes_another_call[attention: rotated keys]"),
+        "what kernels are compiled for is no fact",
+        DECLARE,
+        "_options_of",
+        Rewrite("(bool, int, float, str)", "(int, float, str)"),
+        launches("test_no_fact_is_taken_for_another"),
     ),
     Mutant(
         "per-channel keys rotated by default",
@@ -355,20 +338,6 @@ STATE = [
         "Drafts._starts",
         Rewrite("(held + i + 1) % block == 0", "False"),
         drafts("test_drafts_change_no_token"),
-    ),
-    Mutant(
-        "rotated keys are no fact of an append",
-        APPEND_OP,
-        "signature_of",
-        Rewrite("(_c.rotate_keys, _k)", "(_k,)"),
-        launches("test_every_fact_makes_another_call[append: rotated keys]"),
-    ),
-    Mutant(
-        "an append of converted tensors remembered",
-        APPEND_OP,
-        "_launch",
-        Rewrite("_s.covers(_t)", "True"),
-        launches("test_what_was_converted_or_needs_other_launches_is_not_stored[append: counts of 64 bits]"),
     ),
     # -- parts of several weights in one buffer
     Mutant(

@@ -21,8 +21,7 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
-from halfbyte.ops.append import Stored
-from halfbyte.ops.decode_attention import decode_attention, decode_parts
+from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.rotate_heads import rotate_heads
 
@@ -55,11 +54,8 @@ class PackedLayerLike(Protocol):
     """What attention reads of a `PackedLayer`: its cache, and the flat form of it for compiled code."""
 
     kv: KVCache | None
-    parts: Stored
-    formats: tuple[str, str]
-    rotate_keys: bool
+    parts: dict[str, Any]
     rotate_values: bool
-    sink_tokens: int
     drafts: Drafts | None
     chunk: Chunk | None
 
@@ -128,8 +124,7 @@ def attention(
     }
     layer = key.layer
     if torch.compiler.is_compiling() and query.shape[2] <= DECODE_QUERIES:
-        found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, layer.sink_tokens, **options)
-        return _by_token(found, layer), None
+        return _by_token(decode_of_parts(query, layer.parts, options), layer), None
     kv = cast(KVCache, layer.kv)
 
     def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

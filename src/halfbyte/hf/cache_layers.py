@@ -17,7 +17,7 @@ from halfbyte.formats import Format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.model_support import ATTENTION, STATES
-from halfbyte.ops.append import Stored, append_parts, stored
+from halfbyte.ops.append import APPEND, append_of_parts
 from halfbyte.ops.rotate_heads import rotate_heads
 
 #: A layer with a state and no attention.
@@ -56,8 +56,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         #: Within a recorded step with drafts: where its tokens stand.
         self.chunk: Chunk | None = None
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
-        self.parts: Stored = ()
-        self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
+        self.parts: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         return f"PackedLayer(keys/values {self.kinds}, capacity={self.capacity})"
@@ -111,7 +110,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _hold(self, kv: KVCache) -> None:
         """Use `kv` as this layer's memory. Its addresses are marked static, which CUDA graphs require."""
-        self.kv, self.parts, self.is_initialized = kv, stored(kv.keys, kv.values, kv.lengths), True
+        measure = "tensor" in (kv.keys.format.granularity, kv.values.format.granularity)
+        memory: dict[str, Any] = {"keys": kv.keys, "values": kv.values, "lengths": kv.lengths}
+        self.kv, self.is_initialized = kv, True
+        self.parts = APPEND.parts(**memory, rotate_keys=kv.rotate_keys, measure=measure)
         if not torch.compiler.is_compiling():
             for buffer in kv.tensors():
                 torch._dynamo.mark_static_address(buffer)
@@ -129,8 +131,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = cast(KVCache, self.kv)
         rotated = None
         if torch.compiler.is_compiling():
-            options = (self.rotate_keys, self.measures, self.sink_tokens)
-            append_parts(key_states, value_states, self.parts, self.formats, *options)
+            append_of_parts(key_states, value_states, self.parts)
             kv.forget_length_bound()
         elif self.drafts is None:  # else attention appends
             counts = None if self.chunk is None else self.chunk.counts
@@ -143,7 +144,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> Any:
         """Tokens held: a number on the CPU; a tensor inside graphs and on a GPU, where a number would wait for the device."""
-        lengths = self.parts[-1] if self.parts else None
+        lengths = self.parts.get("lengths")
         if lengths is None or lengths.shape[0] == 0:
             return 0
         first = lengths[0]

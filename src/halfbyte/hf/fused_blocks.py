@@ -285,7 +285,7 @@ def _quantized(layer: Any) -> Any:
     return layer if known and layer.parallel_style in (None, "colwise") else None
 
 
-def _project(x: Rows, layers: Sequence[nn.Module]) -> list[torch.Tensor]:
+def _project(x: Rows, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
     """x [..., K] by each of up to three layers: in one launch where all are quantized, fused before or not; else one by one.
 
     So are weights in act-order, each of which has an order of its own.

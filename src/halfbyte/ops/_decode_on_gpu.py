@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any
 
 import torch
 
 from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
-from halfbyte.kv_buffer import AttentionOptions, DecodeCall
+from halfbyte.kv_buffer import DecodeCall
+from halfbyte.ops import launch_cache
 from halfbyte.ops._decode_blocks import blocks_of, blocks_of_ragged, from_blocks, most_sequences, put
 from halfbyte.ops._decode_problem import DTYPES, problem_of
-from halfbyte.ops.launch_cache import Layout, Signature, layout, replay, signature, store
-from halfbyte.ops.workspace import counters, floats, shared
+from halfbyte.ops.declare import Op
+from halfbyte.ops.launch_cache import Layout, Signature, layout, replay
+from halfbyte.ops.workspace import floats
 from halfbyte.plans.decode_attention import (
     DecodePlan,
     DecodeProblem,
@@ -34,6 +35,8 @@ from halfbyte.settings import pair_launches
 Plan = DecodePlan | TritonTiles
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+#: The op; compiled code calls it by `Op.of_parts`.
+DECODE = Op("decode_attention", DecodeCall)
 #: Blocks of query rows in one launch of the portable kernel: CUDA's limit on the second axis of a grid. 131,072 queries of 16 heads
 #: a KV head are one block more.
 MOST_BLOCKS = 65_535
@@ -74,20 +77,15 @@ def run(
             return out, lse
         plan = _plan(problem, call.impl, _index(q), pair_launches())
         plan = for_many_sequences(plan) if block and isinstance(plan, DecodePlan) else plan
-        kernel = launch(call, plan, out, lse, compiled)
-    if signature is not None and isinstance(plan, DecodePlan) and signature.covers(call.tensors()):
-        _store(signature, call, plan, kernel, out, lse)
+        launch(call, plan, out, lse, compiled, signature)
     return out, lse
 
 
 def _run_block(call: DecodeCall, compiled: bool) -> Pair:
     """`run` of blocks, from the launch cache if it has them."""
-    o, known = call.options, None
-    if not (compiled or call.deterministic_batch):
-        options = ("block", call.impl, o.window is None, o.softcap is None, o.rotate_keys, call.keys.sink_tokens)
-        known = signature("decode_attention", options, (call.keys.format, call.values.format), call.tensors())
-    found: Pair | None = None if known is None else replay(known, o, None)
-    return run(call, compiled=compiled, signature=known, block=True) if found is None else found
+    signature = None if compiled else DECODE.signature(call, "blocks of decode_attention")
+    results: Pair | None = None if signature is None else replay(signature, call.numbers())
+    return run(call, compiled=compiled, signature=signature, block=True) if results is None else results
 
 
 def _takes(out: torch.Tensor, wanted: Layout) -> bool:
@@ -231,45 +229,16 @@ def _plan(problem: DecodeProblem, level: str, device: int, use_pdl: bool) -> Pla
     return portable_plan(problem, num_sms, capability if use_pdl else (8, 0))
 
 
-def launch(call: DecodeCall, plan: Plan, out: torch.Tensor, lse: torch.Tensor, own: bool) -> Any:
-    """Launch as planned on the current stream; the tuned kernel, compiled. `own`: see `workspace.floats`."""
+def launch(
+    call: DecodeCall, plan: Plan, out: torch.Tensor, lse: torch.Tensor, own: bool, signature: Signature | None = None
+) -> None:
+    """Launch as planned on the current stream, and store that under `signature`. `own`: see `workspace.floats`."""
     if isinstance(plan, DecodePlan):
-        return _launch_tuned(call, plan, out, lse, own)
-    _launch_portable(call, plan, out, lse, own)
-    return None
+        from halfbyte.kernels.decode.launch import launches
 
-
-def _launch_tuned(c: DecodeCall, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, own: bool) -> Any:
-    from halfbyte.kernels.decode.arguments import Results
-    from halfbyte.kernels.decode.launch import launch
-
-    workspace = floats(c.q.device, plan.floats, own), counters(c.q.device, plan.semaphores, own)
-    return launch(c, plan, Results(out, lse, *workspace))
-
-
-def _store(s: Signature, call: DecodeCall, plan: DecodePlan, kernel: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Store a launch of the tuned kernel in the launch cache."""
-    from halfbyte.kernels.common.compat import launcher
-    from halfbyte.kernels.decode.arguments import arguments, fixed_of
-
-    launch, fixed = launcher(kernel, (plan.programs, 1, 1)), fixed_of(call, plan.spec)
-    out_layout, lse_layout, size, semaphores = layout(out), layout(lse), plan.floats, plan.semaphores
-
-    def again(s: Signature, o: AttentionOptions, into: torch.Tensor | None) -> Pair | None:
-        q = s.tensors[0]
-        workspace = shared(q.device, size, semaphores)
-        if workspace is None:
-            return None
-        stream, partial, semaphore = workspace
-        out = into if into is not None and _takes(into, out_layout) else q.new_empty_strided(*out_layout)
-        lse = q.new_empty_strided(*lse_layout, dtype=torch.float32)
-        results = (out.data_ptr(), lse.data_ptr(), partial.data_ptr(), semaphore.data_ptr())
-        if (results[0] | results[1] | results[2] | results[3]) % 16:
-            return None  # no allocator of torch does that, and the kernel may have been compiled for it
-        launch(stream, *arguments(s.addresses, results, o, fixed))
-        return out, lse
-
-    store(s, again)
+        launch_cache.launch(DECODE, call, plan, launches, (out, lse), signature=signature, own=own)
+    else:
+        _launch_portable(call, plan, out, lse, own)
 
 
 def _launch_portable(c: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 
 from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
-from halfbyte.ops._linear_call import KINDS, LinearCall
-from halfbyte.ops.launch_cache import Signature, layout, store, with_compiled
-from halfbyte.ops.workspace import at_hand, counters, floats, shared
+from halfbyte.ops import launch_cache
+from halfbyte.ops._linear_call import LINEAR, LinearCall
+from halfbyte.ops.launch_cache import Signature
+from halfbyte.ops.workspace import at_hand, counters, floats
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows, slab_shares
 from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.tuning_cache import linear_plan, table_of
@@ -31,7 +32,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
     x, _, biases, level, row_invariant = call
     if x.dtype not in _DTYPES:
         raise Unsupported(f"x is {x.dtype}; the {level} kernel takes float16 and bfloat16; use impl='auto'")
-    outs = call.new_outs()
+    outs = call.new_results()
     if not x.numel():  # nothing to add up
         for out, bias in zip(outs, biases, strict=True):
             out.zero_() if bias is None else out.copy_(bias.expand_as(out))
@@ -106,7 +107,7 @@ def expands(call: LinearCall) -> bool:
 def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
     """x [M, K] times weights without act-order, with an explicit plan, for `python -m halfbyte_lab tune`."""
     call = LinearCall(x, weights, [None] * len(weights))
-    outs = call.new_outs()
+    outs = call.new_results()
     with torch.cuda.device_of(x):
         _run_plan(call, plan, outs)
     return outs
@@ -139,21 +140,18 @@ def _run_plan(
         x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
     elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
-    weights, kernel = weights_of(call.weights, _alike(call.biases, call.weights), outs), kernel_of(plan)
     if isinstance(plan.spec, LinearSpec) and plan.owner_reduces and not at_hand(x.device, plan.counters, compiled):
         plan = replace(plan, spec=replace(plan.spec, owner_reduces=False))
-    partials, semaphores = floats(x.device, plan.floats, compiled), counters(x.device, plan.counters, compiled)
-    if compiled:
-        kernel.launch(x, weights, plan, partials, semaphores)
-        return
-    others = (*weights.biases, *weights.factors, *(around or ()))
-    facts = tuple((t.dtype, t.data_ptr() % 16) for t in others if t is not None)
-    key = (plan, x.device, x.shape[1], weights.features, facts)
-    more = {} if around is None else {"around": around}
-    made = with_compiled(key, functools.partial(kernel.launch, x, weights, plan, partials, semaphores, **more))
-    used = (x, *weights.codes, *weights.scales, *weights.zeros, *weights.biases, *weights.factors)
-    if signature is not None and signature.covers(used):
-        store(signature, _replay(kernel.relauncher(made, x, weights.features, plan), plan, outs))
+    call = call._replace(x=x, biases=_alike(call.biases, call.weights))
+
+    def launches(c: LinearCall, plan: LinearPlan, outs: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]) -> list[Any]:
+        launches: list[Any] = kernel_of(plan).launches(c.x, weights_of(c.weights, c.biases, outs), plan, *workspace, around)
+        return launches
+
+    others = (*call.biases, *[w.tensor_scale for w in call.weights], *(around or ()))
+    types = tuple((t.dtype, t.data_ptr() % 16) for t in others if t is not None)
+    key = None if compiled else (plan, x.device, x.shape[1], tuple(w.shape[0] for w in call.weights), types)
+    launch_cache.launch(LINEAR, call, plan, launches, outs, signature=signature, own=compiled, key=key)
 
 
 def _alike(biases: Sequence[torch.Tensor | None], weights: Sequence[QuantTensor]) -> list[torch.Tensor | None]:
@@ -162,34 +160,8 @@ def _alike(biases: Sequence[torch.Tensor | None], weights: Sequence[QuantTensor]
     if not types:
         return list(biases)
     dtype = types.pop() if len(types) == 1 else torch.float32
-    made = [w.codes.new_zeros(w.shape[0], dtype=dtype) if b is None else b for b, w in zip(biases, weights, strict=True)]
-    return [b.to(dtype).contiguous() for b in made]
-
-
-def _replay(
-    relaunch: Callable[..., None], plan: LinearPlan, like: Sequence[torch.Tensor]
-) -> Callable[[Signature], list[torch.Tensor] | None]:
-    """A function that launches calls of the same signature: the kernel, its workspace, and results `like` these."""
-    layouts, n, plan_floats, plan_counters = tuple(map(layout, like)), len(like), plan.floats, plan.counters
-
-    def replay(s: Signature) -> list[torch.Tensor] | None:
-        x, addresses = s.tensors[0], s.addresses
-        workspace = shared(x.device, plan_floats, plan_counters)
-        if workspace is None:
-            return None
-        stream, partials, semaphores = workspace
-        outs = [x.new_empty_strided(*of) for of in layouts]
-        made, p, c = tuple([out.data_ptr() for out in outs]), partials.data_ptr(), semaphores.data_ptr()
-        low = p | c
-        for address in made:
-            low |= address
-        if low % 16:
-            return None  # no allocator of torch does that, and the kernel may have been compiled for it
-        weights = [addresses[first : first + n] for first in range(1, 1 + KINDS * n, n)]
-        relaunch(stream, x, (*weights, made), p, c)
-        return outs
-
-    return replay
+    every = [w.codes.new_zeros(w.shape[0], dtype=dtype) if b is None else b for b, w in zip(biases, weights, strict=True)]
+    return [b.to(dtype).contiguous() for b in every]
 
 
 # ------------------------------------------------------------------------------------------------------- slabs, and Triton

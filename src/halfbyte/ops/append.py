@@ -2,74 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.formats import Shape, key_format, value_format
+from halfbyte.formats import Shape
 from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, RopeLike
-from halfbyte.ops._library import define, level, pairs_launches, refuse_capture
-from halfbyte.ops.launch_cache import Signature, layout, replay, signature
-from halfbyte.ops.launch_cache import store as store_launch
-from halfbyte.ops.workspace import stream_of
+from halfbyte.ops import launch_cache
+from halfbyte.ops._library import level, pairs_launches, refuse_capture
+from halfbyte.ops.declare import Op
+from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.reference import append as reference
 from halfbyte.reference.block import KINDS, Norm, rms_norm
 from halfbyte.reference.rope import apply_rope
 from halfbyte.transforms import refuse_transforms
 
-# ------------------------------------------------------------------------------------------------- the torch.library op
-
-_SCHEMA = (
-    "append_(Tensor k, Tensor v, Tensor? counts, "
-    "Tensor(a!) k_codes, Tensor(b!)? k_scales, Tensor(c!)? k_offsets, Tensor(d!)? k_tail, Tensor(e!)? k_saturated, "
-    "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(k!)? v_tail, Tensor(i!)? v_saturated, "
-    "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
-    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None, '
-    "bool by_slot=False, int sink_tokens=0, "
-    'Tensor? q_weight=None, Tensor? k_weight=None, float norm_eps=0.0, str norm_kind="", bool interleaved=False) -> ()'
-)
-#: Defaults of the schema's arguments after `rotate_keys`.
-_DEFAULTS = (None, None, True, "reference", None, None, False, 0, None, None, 0.0, "", False)
-
-#: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same of values, lengths.
-Stored = tuple[torch.Tensor | None, ...]
+#: The op; compiled code calls it by `append_of_parts`.
+APPEND = Op("append_", AppendCall)
 
 
-def stored(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> Stored:
-    """What `append_parts` and `decode_parts` take of a contiguous cache."""
-    return (*keys.tensors(), keys.saturated, *values.tensors(), values.saturated, lengths)
-
-
-def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[Any, ...]:
-    """The arguments of the op, in the order of its schema."""
-    cos, sin, interleaved = (None, None, False) if c.rope is None else Rope(*c.rope)
-    names = (c.keys.format.name, c.values.format.name)
-    buffers = stored(c.keys, c.values, c.lengths)
-    options = (c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out, c.by_slot, c.keys.sink_tokens)
-    norms = _DEFAULTS[-5:-1] if c.norms is None else c.norms
-    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, *options, *norms, interleaved)
-
-
-def _unflatten(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, *rest: Any) -> tuple[AppendCall, str, Any]:
-    """The call, the level and q_out from the arguments of the op, of which torch leaves out defaults at the end."""
-    lengths, page_table, key_name, value_name, rotate_keys = rest[10:15]
-    options: tuple[Any, ...] = (*rest[15:], *_DEFAULTS[len(rest) - 15 :])
-    cos, sin, measure, chosen, q, q_out, by_slot, sink_tokens, *norms, interleaved = options
-    keys = KVBuffer(key_format(key_name), *rest[:5], sink_tokens=sink_tokens)
-    values = KVBuffer(value_format(value_name), *rest[5:10], sink_tokens=sink_tokens)
-    rope = None if cos is None else Rope(cos, sin, interleaved)
-    last = (measure, by_slot, None if norms[0] is None else HeadNorms(*norms))
-    return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, *last), chosen, q_out
-
-
-def _run(*flat: Any) -> None:
-    c, chosen, q_out = _unflatten(*flat)
-    if chosen == "triton":
-        _launch(c, q_out, advance=False)
+def _run(c: AppendCall) -> None:
+    if c.impl == "triton":
+        _launch(c, advance=False)
         return
     refuse_capture("append", c.k.device)
     if c.norms is not None and c.q is not None:
@@ -77,10 +34,9 @@ def _run(*flat: Any) -> None:
         q, k = (rms_norm(x, Norm(weight, norms.eps, norms.kind)) for x, weight in zip((c.q, c.k), norms[:2], strict=True))
         c = c._replace(q=q, k=k)
     if c.rope is not None:
-        cos, sin, interleaved = Rope(*c.rope)
-        by = cos.unsqueeze(-3), sin.unsqueeze(-3), interleaved
-        if c.q is not None and q_out is not None:
-            q_out.copy_(apply_rope(c.q, *by))
+        by = c.rope.cos.unsqueeze(-3), c.rope.sin.unsqueeze(-3), c.rope.interleaved
+        if c.q is not None and c.rotated_q is not None:
+            c.rotated_q.copy_(apply_rope(c.q, *by))
         c = c._replace(k=apply_rope(c.k, *by))
     if c.by_slot:
         reference.append_slots_(c.k, c.v, c.keys, c.values, c.lengths, c.rotate_keys)
@@ -88,28 +44,18 @@ def _run(*flat: Any) -> None:
     reference.append_(c.k, c.v, c.counts, c.keys, c.values, c.lengths, c.page_table, c.rotate_keys)
 
 
-def _fake(*flat: Any) -> None:
-    check_new(_unflatten(*flat)[0]._replace(rope=None, q=None, norms=None))
+def _fake(c: AppendCall) -> None:
+    check_new(c._replace(rope=None, q=None, norms=None))
 
 
-_op = define(_SCHEMA, _run, _fake)
+APPEND.register(_run, _fake)
 
 
-def append_parts(
-    k: torch.Tensor, v: torch.Tensor, parts: Stored, formats: tuple[str, str], rotate_keys: bool, measure: bool, sink_tokens: int
-) -> None:
-    """`append_` as compiled code calls it, on `stored` tensors of a contiguous cache and the names of its formats.
-
-    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
-    """
-    lengths = parts[-1]
-    assert lengths is not None
-    chosen = level("append", "auto", lengths.device)
-    _op(k, v, None, *parts, None, *formats, rotate_keys, None, None, measure, chosen, None, None, False, sink_tokens)
+def append_of_parts(k: torch.Tensor, v: torch.Tensor, parts: Mapping[str, Any]) -> None:
+    """`append_` as compiled code calls it, with the `Op.parts` of a contiguous cache."""
+    lengths = parts["lengths"]
+    APPEND.of_parts({**parts, "k": k, "v": v, "impl": level("append", "auto", lengths.device)})
     lengths.add_(k.shape[2])  # as in `store`
-
-
-# ------------------------------------------------------------------------------------------------------- eager calls
 
 
 def append_(
@@ -132,116 +78,53 @@ def append_(
     `lengths`, int32 [B], advances. Raises `CapacityError` beyond the capacity and `InvalidArgument` for NaN or infinity; nothing
     has changed then. A GPU kernel checks neither: a block with NaN or infinity becomes NaN, tokens that do not fit are not written.
     """
-    c = AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, norms=norms)
+    c = AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope_of(rope), q, norms=norms, impl=impl)
     check_new(c)
-    return store(c, impl)
+    return store(c)
 
 
-def store(c: AppendCall, impl: str = "auto", s: Signature | None = None) -> torch.Tensor | None:
-    """Append a checked call, or replay it if `s` is its signature; returns q rotated."""
-    done: tuple[torch.Tensor | None] | None = None if s is None else replay(s)
-    if done is not None:
-        return done[0]
-    chosen = level("append", impl, c.lengths.device)
+def store(c: AppendCall, signature: Signature | None = None) -> torch.Tensor | None:
+    """Append a checked call, or replay it if this is its signature; returns q rotated."""
+    results: tuple[torch.Tensor, ...] | None = None if signature is None else replay(signature)
+    if results is not None:
+        return results[0] if results else None
+    c = c._replace(impl=level("append", c.impl, c.lengths.device))
     if c.counts is not None:
         c = c._replace(counts=as_int32(c.counts))
-    q_out = None if c.q is None else torch.empty(c.q.shape, dtype=c.q.dtype, device=c.q.device)
-    if chosen == "triton" and not torch.compiler.is_compiling():
-        if _launch(c, q_out, advance=not c.by_slot, s=s):
-            return q_out
+    results = c.new_results()
+    rotated = results[0] if results else None
+    c = c._replace(rotated_q=rotated)
+    if c.impl == "triton" and not torch.compiler.is_compiling():
+        if _launch(c, advance=not c.by_slot, signature=signature):
+            return rotated
     else:
-        _op(*_flatten(c, chosen, q_out))
+        APPEND(c)
     if c.by_slot:
-        return q_out
+        return rotated
     counts = c.counts
-    if chosen == "triton" and counts is not None:
+    if c.impl == "triton" and counts is not None:
         counts = counts.clamp(0, c.k.shape[2])  # only the reference has checked them
     # Not in the op: Inductor may read the old lengths (for positions) after an op that changes them.
     c.lengths.add_(c.k.shape[2] if counts is None else counts)
-    return q_out
+    return rotated
 
 
-# ------------------------------------------------------------------------------------------------------- on a GPU
-
-
-def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signature | None = None) -> bool:
+def _launch(c: AppendCall, advance: bool, signature: Signature | None = None) -> bool:
     """Write, without synchronizing. Returns whether the kernel advanced the lengths too: with `advance` and few tokens."""
-    from halfbyte.kernels.append.launch import launches
+    from halfbyte.kernels.append.launch import launches, plan_of
 
     if not c.k.numel() or not c.v.numel():
         return False
-    unknown = c.measure and "tensor" in (c.keys.format.granularity, c.values.format.granularity)
-    amax = torch.zeros(2, dtype=torch.int32, device=c.k.device) if unknown else None
     if c.counts is not None:
         c = c._replace(counts=c.counts.contiguous())
     if c.rope is not None:
-        cos, sin, interleaved = Rope(*c.rope)
-        c = c._replace(rope=Rope(cos.contiguous(), sin.contiguous(), interleaved))
-    made = launches(c, q_out, amax, advance, pairs_launches(c.k.device))
+        c = c._replace(rope=Rope(c.rope.cos.contiguous(), c.rope.sin.contiguous(), c.rope.interleaved))
+    plan = plan_of(c, advance, pairs_launches(c.k.device))
+    alone = plan.launches == 1 and not c.measure and (plan.spec.advance or c.by_slot)
+    results = () if c.rotated_q is None else (c.rotated_q,)
     with torch.cuda.device_of(c.k):
-        compiled = [launch() for launch in made]
-    advanced = made[-1].advances
-    if s is not None and (advanced or c.by_slot) and len(made) == 1 and s.covers(_tensors(c) + (c.norms or ())[:2]):
-        store_launch(s, _replayed(compiled[0], made[0].programs, made[0].arguments, q_out))
-    return advanced
-
-
-#: Where q is among `_tensors`.
-_Q = 2
-
-
-def _tensors(c: AppendCall) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a call that measures no scale, in the order in which the kernel takes them, but for q rotated."""
-    keys, values, (cos, sin) = c.keys, c.values, c.rope[:2] if c.rope else (None, None)
-    return (
-        *(c.k, c.v, c.q, c.counts, c.lengths, c.page_table, cos, sin, keys.codes, keys.scales, keys.offsets, keys.saturated),
-        *(values.codes, values.scales, values.offsets, values.saturated, keys.tail, values.tail),
-    )
-
-
-def signature_of(c: AppendCall) -> Signature | None:
-    """The signature of an unchecked call; None if it may take more than one launch."""
-    rope: Any = c.rope  # unchecked
-    if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.format.token_block:
-        return None
-    if rope is not None and (not isinstance(rope, tuple) or len(rope) < 2 or rope[0] is None):
-        return None
-    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(c.q, rope)):
-        return None
-    options: tuple[Any, ...] = (c.rotate_keys, c.keys.sink_tokens)
-    if rope is not None and len(rope) > 2:
-        if len(rope) > 3 or not isinstance(rope[2], bool):
-            return None
-        options += rope[2:]
-    tensors, norms = _tensors(c), c.norms
-    if norms is not None:
-        if not isinstance(norms, HeadNorms) or (torch.is_grad_enabled() and _requires_grad(c.q, norms[:2])):
-            return None
-        options, tensors = options + norms[2:], tensors + norms[:2]
-    return signature("append", options, (c.keys.format, c.values.format), tensors)
-
-
-def _replayed(
-    compiled: Any, programs: int, arguments: tuple[Any, ...], q_out: torch.Tensor | None
-) -> Callable[[Signature], tuple[torch.Tensor | None] | None]:
-    """A function that replays this launch with the addresses of another call, and returns q rotated or None."""
-    from halfbyte.kernels.common.compat import launcher
-
-    launch, constants = launcher(compiled, (programs, 1, 1)), arguments[10:]
-    like, no_norms = None if q_out is None else layout(q_out), (None, None)
-
-    def again(s: Signature) -> tuple[torch.Tensor | None] | None:
-        a, made, address = s.addresses, None, None
-        if like is not None:
-            made = s.tensors[_Q].new_empty_strided(*like)
-            address = made.data_ptr()
-            if address % 16:
-                return None  # no allocator of torch does that, and the kernel may have been compiled for it
-        stored = (a[6:8] + (a[18:] or no_norms), a[8:12], a[12:16], a[16:18])
-        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], *stored, *constants)
-        return (made,)
-
-    return again
+        launch_cache.launch(APPEND, c, plan, launches, results, signature=signature if alone else None)
+    return plan.spec.advance
 
 
 # ------------------------------------------------------------------------------------------------------- checks
@@ -268,7 +151,7 @@ def check_new(c: AppendCall) -> None:
 
 
 def check_query(
-    q: torch.Tensor, shape: Sequence[int | str], rope: RopeLike | None, device: torch.device, norms: HeadNorms | None = None
+    q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, device: torch.device, norms: HeadNorms | None = None
 ) -> None:
     """q, to be rotated along with the keys."""
     check(rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out")
@@ -280,7 +163,7 @@ def check_query(
         )
 
 
-def _requires_grad(q: torch.Tensor | None, rope: RopeLike | None, norms: HeadNorms | None = None) -> bool:
+def _requires_grad(q: torch.Tensor | None, rope: Rope | None, norms: HeadNorms | None = None) -> bool:
     """Whether q, once it is rotated, would have a gradient."""
     return q is not None and any(getattr(t, "requires_grad", False) for t in (q, *(rope or ()), *(norms or ())))
 
@@ -297,12 +180,20 @@ def check_norms(c: AppendCall) -> None:
     check(norms.eps > 0, f"norms.eps={norms.eps}; expected a positive number: heads of zeros stay zeros")
 
 
-def check_rope(rope: RopeLike, k: torch.Tensor, *shapes: Shape) -> None:
-    """rope, for keys k [..., D]: each of its tensors has one of these shapes, with R / 2 behind it, where R <= D."""
+def rope_of(rope: RopeLike | None) -> Rope | None:
+    """`rope`, which may be a plain (cos, sin)."""
+    if rope is None:
+        return None
     if not isinstance(rope, tuple | list) or len(rope) not in (2, 3):
         raise InvalidArgument(f"rope is a {type(rope).__name__}; expected two tensors (cos, sin), or a halfbyte.kv_buffer.Rope")
-    cos, sin, interleaved = Rope(*rope)
-    check(isinstance(interleaved, bool), f"rope.interleaved={interleaved!r}; expected True or False")
+    whole = Rope(*rope)
+    check(isinstance(whole.interleaved, bool), f"rope.interleaved={whole.interleaved!r}; expected True or False")
+    return whole
+
+
+def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:
+    """rope, for keys k [..., D]: each of its tensors has one of these shapes, with R / 2 behind it, where R <= D."""
+    cos, sin, _ = rope
     for name, t in (("rope[0] (cos)", cos), ("rope[1] (sin)", sin)):
         shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
         check_tensor(name, t, (*shape, "R/2"), device=k.device)

@@ -7,7 +7,7 @@ import torch
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, RopeLike
-from halfbyte.ops.append import check_query, check_rope, signature_of, store
+from halfbyte.ops.append import APPEND, check_query, check_rope, rope_of, store
 from halfbyte.ops.launch_cache import replay
 from halfbyte.transforms import refuse_transforms
 
@@ -39,15 +39,17 @@ def append_slots(
     for name, buffer in (("keys", keys), ("values", values)):
         if not isinstance(buffer, KVBuffer):
             raise InvalidArgument(f"{name} is a {type(buffer).__name__}; expected a KVBuffer (PageLayout.buffers)")
-    check_tensor("slot_mapping", slot_mapping, ("T",), "integer")
     measure = "tensor" in (keys.format.granularity, values.format.granularity)
-    c = AppendCall(k, v, keys, values, slot_mapping, None, None, rotate_keys, rope, q, measure, by_slot=True)
-    known = signature_of(c) if impl in ("auto", "triton") else None
-    done: tuple[torch.Tensor | None] | None = None if known is None else replay(known)
-    if done is None:
+    rotation = None if rope is None else rope_of(rope)
+    c = AppendCall(k, v, keys, values, slot_mapping, None, None, rotate_keys, rotation, q, measure, by_slot=True, impl=impl)
+    signature = APPEND.signature(c)
+    results: tuple[torch.Tensor, ...] | None = None if signature is None else replay(signature)
+    if results is None:
         _check(c)
-        done = (store(_as_sequences(c), impl, known),)
-    return None if done[0] is None else done[0].squeeze(2)
+        rotated = store(_as_sequences(c), signature)
+    else:
+        rotated = results[0] if results else None
+    return None if rotated is None else rotated.squeeze(2)
 
 
 def _check(c: AppendCall) -> None:

@@ -81,7 +81,7 @@ def add_projection(
     return hidden, made
 
 
-def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
     """`projections` of rows, [..., N] of each weight."""
     if isinstance(x, torch.Tensor):
         return projections(x, weights, biases)
@@ -89,7 +89,7 @@ def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Te
     plan = _plan(call)
     if plan is None:
         return projections(x.normalized(), weights, biases)
-    outs = call.new_outs()
+    outs = call.new_results()
     gpu.run_ending(call, plan, _scaling(x), outs, squares=x.squares)
     return outs
 
@@ -112,7 +112,7 @@ def gated_projection(
     if plan is None:
         gate, up = projected(x, weights, biases)
         return gated(gate, up, activation)
-    out = call.new_outs()[0]
+    out = call.new_results()[0]
     squares = {} if isinstance(x, torch.Tensor) else {"squares": x.squares}
     gpu.run_ending(call, plan, replace(_scaling(x), activation=activation), [out], **squares)
     return out

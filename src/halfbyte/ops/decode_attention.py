@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,11 +12,10 @@ from halfbyte.cpu import decode_attention as cpu
 from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture
+from halfbyte.ops._decode_on_gpu import DECODE
+from halfbyte.ops._library import can_bypass_dispatcher, level, refuse_capture
 from halfbyte.ops._per_sequence import attend_chunks, attend_per_sequence
-from halfbyte.ops.append import Stored
-from halfbyte.ops.launch_cache import Signature, replay, signature
-from halfbyte.plans.decode_attention import format_of
+from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
 
@@ -25,68 +24,28 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 #: Queries of one pass in torch code; more are processed in blocks of so many, which bounds the memory of the scores.
 QUERY_BLOCK = 128
-
-_SCHEMA = (
-    "decode_attention(Tensor q, Tensor k_codes, Tensor? k_scales, Tensor? k_offsets, Tensor? k_tail, "
-    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor? v_tail, Tensor lengths, Tensor? query_start, Tensor? page_table, "
-    "Tensor? starts, Tensor? ends, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
-    "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False, "
-    "Tensor? cu_seqlens_q=None, int max_query_len=0, int sink_tokens=0) -> (Tensor, Tensor)"
-)
-#: Defaults of the last arguments, which torch may leave out.
-_DEFAULTS = (False, None, 0, 0)
-
-
-#: How many of a call's flat arguments are tensors.
-_TENSORS = 16
-
 #: The levels in torch code.
 _LEVELS: dict[str, Any] = {"cpu": cpu, "reference": reference}
 
 
-def _flat(call: DecodeCall) -> tuple[Any, ...]:
-    """The arguments of the op."""
-    o = call.options
-    numbers = (o.sm_scale, o.softcap, o.window, o.rotate_keys)
-    names = (call.keys.format.name, call.values.format.name)
-    ragged = (call.deterministic_batch, call.cu_seqlens_q, call.max_query_len)
-    return (*call.tensors(), *numbers, *names, call.impl, *ragged, call.keys.sink_tokens)
-
-
-def _call(*flat: Any) -> DecodeCall:
-    """The call from the op's arguments. Torch leaves out last ones that have their defaults."""
-    q, (k, v) = flat[0], (flat[1:5], flat[5:9])
-    lengths, query_start, page_table, starts, ends, slopes, sinks = flat[9:_TENSORS]
-    sm_scale, softcap, window, rotate_keys, keys, values, level, *rest = flat[_TENSORS:]
-    last: tuple[Any, ...] = (*rest, *_DEFAULTS[len(rest) :])
-    *ragged, sink_tokens = last
-    return DecodeCall(
-        q,
-        KVBuffer(format_of(keys), *k, sink_tokens=sink_tokens),
-        KVBuffer(format_of(values), *v, sink_tokens=sink_tokens),
-        *(lengths, query_start, page_table),
-        AttentionOptions(sm_scale, softcap, slopes, window, starts, ends, sinks, rotate_keys),
-        *(level, *ragged),
-    )
-
-
-def _run(*flat: Any) -> Results:
-    call = _call(*flat)
+def _run(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     _check_lengths(call)
     if call.q.numel() == 0:
         return call.new_results()
-    if call.impl in ("cpu", "reference"):
-        refuse_capture("decode_attention", call.q.device)
-        if call.cu_seqlens_q is not None:
-            return attend_chunks(_LEVELS[call.impl].chunk_attention, call, QUERY_BLOCK)
-        return attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
-    return gpu.run(call, compiled=True)
+    if call.impl not in _LEVELS:
+        return gpu.run(call, compiled=True)
+    refuse_capture("decode_attention", call.q.device)
+    if call.cu_seqlens_q is not None:
+        return attend_chunks(_LEVELS[call.impl].chunk_attention, call, QUERY_BLOCK)
+    return attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
 
 
-def _fake(*flat: Any) -> Results:
-    call = _call(*flat)
+def _fake(call: DecodeCall) -> Results:
     check_tensor("q", call.q, ("B", "Hq", "L", call.keys.dim), device=call.keys.codes.device)
     return call.new_results()
+
+
+DECODE.register(_run, _fake)
 
 
 def _in_torch(c: DecodeCall) -> Results:
@@ -106,9 +65,6 @@ def _check_lengths(call: DecodeCall) -> None:
     low, high, limit = int(lengths.min()), int(lengths.max()), call.capacity
     check(ends is None or int(ends.min()) >= 0, "lengths: a sequence is shorter than the chunk; append the chunk first")
     check(low >= 0 and high <= limit, f"lengths run from {low} to {high}; this cache holds 0 to {limit} tokens a sequence")
-
-
-_op = define(_SCHEMA, _run, _fake)
 
 
 def decode_attention(
@@ -159,9 +115,9 @@ def decode_attention(
     call = DecodeCall(q, cache.keys, cache.values, cache.lengths, query_start, cache.page_table, options, impl, deterministic_batch)
     if out is not None:
         check_out(out, q, (*q.shape[:-1], cache.values.dim))
-    found, lse = attend(call, True, out)
-    found = found if out is None else put_into(out, found)
-    return (found, lse) if return_lse else found
+    result, lse = attend(call, True, out)
+    result = result if out is None else put_into(out, result)
+    return (result, lse) if return_lse else result
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor, shape: Sequence[int]) -> None:
@@ -170,10 +126,10 @@ def check_out(out: torch.Tensor, q: torch.Tensor, shape: Sequence[int]) -> None:
     check(out.dtype is q.dtype, f"out is {out.dtype}; expected the dtype of q, {q.dtype}")
 
 
-def put_into(out: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Copy `found` to out, unless a kernel has written it there."""
-    there = not torch.compiler.is_compiling() and out.data_ptr() == found.data_ptr()
-    return out if there else out.copy_(found)
+def put_into(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Copy a result to out, unless a kernel has written it there."""
+    there = not torch.compiler.is_compiling() and out.data_ptr() == result.data_ptr()
+    return out if there else out.copy_(result)
 
 
 def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None = None) -> Results:
@@ -181,52 +137,25 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
 
     into: memory for out, which a kernel uses if it can.
     """
-    known = _signature(call)
-    if known is not None:
-        found: Results | None = replay(known, call.options, into)
-        if found is not None:
-            return found
+    signature = DECODE.signature(call)
+    if signature is not None:
+        results: Results | None = replay(signature, call.numbers(), into)
+        if results is not None:
+            return results
     call = checked(call) if unchecked else call
     call = call._replace(impl=level_of(call.impl, call.q))
-    kernel = call.impl not in ("cpu", "reference") and call.q.numel() > 0
+    kernel = call.impl not in _LEVELS and call.q.numel() > 0
     if kernel and can_bypass_dispatcher(call.q, call.keys.codes, call.values.codes):
-        return gpu.run(call, signature=known, into=into)  # the dispatcher would take longer than the kernel
-    out: Results = _op(*_flat(call))
+        return gpu.run(call, signature=signature, into=into)  # the dispatcher would take longer than the kernel
+    out: Results = DECODE(call)
     return out
 
 
-def _signature(call: DecodeCall) -> Signature | None:
-    """The launch cache's key of an unchecked call; None if it needs more than one launch of the tuned kernel."""
-    q, keys, values, _, _, _, o, impl, deterministic_batch, ragged, _ = call
-    if deterministic_batch or ragged is not None or impl not in ("auto", "gluon"):
-        return None
-    if not can_bypass_dispatcher(q, keys.codes, values.codes):
-        return None
-    options = (impl, o.window is None, o.softcap is None, o.rotate_keys, keys.sink_tokens)
-    return signature("decode_attention", options, (keys.format, values.format), call.tensors())
-
-
-def decode_parts(
-    q: torch.Tensor,
-    parts: Stored,
-    formats: tuple[str, str],
-    rotate_keys: bool,
-    sink_tokens: int,
-    *,
-    sm_scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    starts: torch.Tensor | None,
-) -> torch.Tensor:
-    """`decode_attention` as compiled code calls it, on the `stored` tensors of a contiguous cache and the names of its formats.
-
-    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
-    """
-    buffers = (*parts[:4], *parts[5:9])  # without the counters
-    options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)
-    last = (level_of("auto", q), *_DEFAULTS[:-1], sink_tokens)
-    out: torch.Tensor = _op(q, *buffers, parts[-1], None, None, *options, *formats, *last)[0]
+def decode_of_parts(q: torch.Tensor, parts: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor:
+    """`decode_attention` as compiled code calls it: with the `Op.parts` of a contiguous cache, and options by their names."""
+    rest = {f"options_{name}": option for name, option in options.items()}
+    arguments = {**parts, **rest, "q": q, "options_rotate_keys": parts["rotate_keys"], "impl": level_of("auto", q)}
+    out: torch.Tensor = DECODE.of_parts(arguments)[0]
     return out
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from halfbyte.cpu import linear as cpu
 from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, define, level
-from halfbyte.ops._linear_call import LinearCall, flattened, unflattened
+from halfbyte.ops._library import can_bypass_dispatcher, level
+from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import linear as reference
 from halfbyte.tensors import QuantTensor
@@ -23,9 +22,7 @@ _LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
 _NAMES = ("the first ", "the second ", "the third ")
 
 
-def _run(*flat: Any) -> list[torch.Tensor]:
-    """[..., N] for each weight. `flat`: arguments of the op `projections`."""
-    call = unflattened(*flat)
+def _run(call: LinearCall) -> list[torch.Tensor]:
     if call.impl not in _LEVELS:
         return gpu.run(call, compiled=True)
     run = _LEVELS[call.impl]
@@ -40,31 +37,12 @@ def _row_by_row(run: _Level, x: torch.Tensor, weight: QuantTensor, bias: torch.T
     return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
 
 
-def _fake(*flat: Any) -> list[torch.Tensor]:
-    call = unflattened(*flat)
+def _fake(call: LinearCall) -> list[torch.Tensor]:
     call.check(_NAMES if len(call.weights) > 1 else ("",))
-    return call.new_outs()
+    return call.new_results()
 
 
-def _run_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
-    return _run(x, parts, [len(parts)], [bias], *options)[0]
-
-
-def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
-    return _fake(x, parts, [len(parts)], [bias], *options)[0]
-
-
-_linear_op = define(
-    "linear(Tensor x, Tensor[] weight, Tensor? bias, str weight_format, str level, bool row_invariant=False) -> Tensor",
-    _run_linear,
-    _fake_linear,
-)
-_projections_op = define(
-    "projections(Tensor x, Tensor[] weights, int[] counts, Tensor?[] biases, str weight_formats, str level, "
-    "bool row_invariant=False) -> Tensor[]",
-    _run,
-    _fake,
-)
+LINEAR.register(_run, _fake)
 
 
 def linear(
@@ -86,18 +64,7 @@ def linear(
 
     Raises `InvalidArgument` naming the argument at fault.
     """
-    call = LinearCall(x, (weight,), (bias,), impl, row_invariant)
-    signature = call.signature() if can_bypass_dispatcher(x, bias) else None
-    if signature is not None:
-        outs: list[torch.Tensor] | None = replay(signature)
-        if outs is not None:
-            return outs[0]
-    call.check(("",))
-    chosen = _level("linear", impl, x)
-    if chosen not in _LEVELS and can_bypass_dispatcher(x, bias):
-        return gpu.run(call._replace(impl=chosen), signature)[0]
-    y: torch.Tensor = _linear_op(x, list(weight.parts().values()), bias, weight.format.name, chosen, row_invariant)
-    return y
+    return _multiply(LinearCall(x, (weight,), (bias,), impl, row_invariant), "linear", ("",))[0]
 
 
 def qkv_projection(
@@ -130,24 +97,28 @@ def projections(
     row_invariant: bool = False,
     impl: str = "auto",
     names: Sequence[str] = _NAMES,
-) -> list[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     """`qkv_projection` of one to three weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
     if not len(weights) == len(biases) in (1, 2, 3):
-        given = f"{len(weights)} weights and {len(biases)} biases"
-        raise InvalidArgument(f"{given} were given; pass one to three weights, and a bias or None for each")
-    call = LinearCall(x, weights, biases, impl, row_invariant)
-    signature = call.signature() if can_bypass_dispatcher(x, *biases) else None
+        raise InvalidArgument(
+            f"{len(weights)} weights and {len(biases)} biases were given; pass one to three weights, and a bias or None for each"
+        )
+    return _multiply(LinearCall(x, weights, biases, impl, row_invariant), "qkv_projection", names)
+
+
+def _multiply(call: LinearCall, op: str, names: Sequence[str]) -> Sequence[torch.Tensor]:
+    """[..., N] of each weight, from the launch cache if it has them. names: see `LinearCall.check`."""
+    signature = LINEAR.signature(call)
     if signature is not None:
-        outs: list[torch.Tensor] | None = replay(signature)
-        if outs is not None:
-            return outs
+        results: Sequence[torch.Tensor] | None = replay(signature)
+        if results is not None:
+            return results
     call.check(names)
-    chosen = _level("qkv_projection", impl, x)
-    if chosen not in _LEVELS and can_bypass_dispatcher(x, *biases):
-        return gpu.run(call._replace(impl=chosen), signature)
-    parts, formats = [list(w.parts().values()) for w in weights], [w.format.name for w in weights]
-    made: list[torch.Tensor] = _projections_op(*flattened(x, parts, biases, formats), chosen, row_invariant)
-    return made
+    call = call._replace(impl=_level(op, call.impl, call.x))
+    if call.impl not in _LEVELS and can_bypass_dispatcher(call.x, *call.biases):
+        return gpu.run(call, signature)
+    outs: list[torch.Tensor] = LINEAR(call)
+    return outs
 
 
 def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
@@ -156,15 +127,18 @@ def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tens
     x [..., K] times the weight [N, K] plus bias [N] gives [..., N]. Every traced object or property becomes a guard that is
     re-evaluated on each call, so there are none, and nothing is checked: `linear` does that.
     """
-    y: torch.Tensor = _linear_op(x, parts, bias, fmt, _level("linear", "auto", x))
-    return y
+    return projections_of_parts(x, [parts], [bias], [fmt])[0]
 
 
 def projections_of_parts(
     x: torch.Tensor, parts: Sequence[list[torch.Tensor]], biases: Sequence[torch.Tensor | None], formats: Sequence[str]
 ) -> list[torch.Tensor]:
     """`projections` as compiled code calls it, see `linear_of_parts`."""
-    outs: list[torch.Tensor] = _projections_op(*flattened(x, parts, biases, formats), _level("qkv_projection", "auto", x), False)
+    weights = {"weights": [t for own in parts for t in own], "weights_counts": [len(own) for own in parts]}
+    level = _level("linear", "auto", x)
+    outs: list[torch.Tensor] = LINEAR.of_parts(
+        {"x": x, **weights, "weights_formats": ",".join(formats), "biases": list(biases), "impl": level}
+    )
     return outs
 
 

@@ -8,6 +8,8 @@ before. Eager calls refill it: an engine that captures dozens of graphs warms ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 #: Counters reserved for calls in CUDA graphs: enough for `_CALLS` of the largest call, at least `_RESERVE`, at most `_MOST`. They
@@ -61,12 +63,14 @@ def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor
     return found
 
 
-def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch.Tensor, torch.Tensor] | None:
-    """(current stream, fp32 numbers, int32 zeros) that eager calls on the stream share.
+def shared(device: torch.device, floats: int, counters: int) -> tuple[int, Sequence[torch.Tensor]] | None:
+    """The current stream, and fp32 numbers and int32 zeros that eager calls on the stream share (neither, for no numbers).
 
     None during capture, when the buffers of earlier calls are too small, and when the reserve of counters is low: `counters`
     refills it.
     """
+    if not floats:
+        return stream_of(device), ()
     reserve, used = _reserves.get(device, _UNUSED)
     if torch.cuda.is_current_stream_capturing() or (reserve is not None and used > reserve.numel() // 2):
         return None
@@ -74,7 +78,7 @@ def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch
     part, count = _floats.get((device, stream)), _counters.get((device, stream))
     if part is None or count is None or part.numel() < floats or count.numel() < counters:
         return None
-    return stream, part, count
+    return stream, (part, count)
 
 
 def stream_of(device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from halfbyte.formats import KV_FORMATS
 from halfbyte.plans.compiled_for import CompiledFor
@@ -81,6 +82,14 @@ class AppendPlan:
     blocks: int
     warps: int
     block_warps: int
+    #: No workspace.
+    floats: ClassVar[int] = 0
+    counters: ClassVar[int] = 0
+
+    @property
+    def launches(self) -> int:
+        """Where no scale is measured."""
+        return 2 if self.blocks else 1
 
 
 @functools.lru_cache(4096)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from halfbyte.device import Capability, block_shared_memory, supports_pdl, supports_wgmma
-from halfbyte.formats import KV_FORMATS, Format, plain_format
+from halfbyte.formats import KV_FORMATS, kv_format
 from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
 from halfbyte.plans.toolchain import takes_any_part
 from halfbyte.reference.hadamard import block_size, rotated
 
-#: The tuned kernel counts tokens in 32 bits: the widest window, the most tokens (of all heads) and sequences of a call.
-WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
+#: The tuned kernel counts tokens in 32 bits: the most tokens (of all heads) and sequences of a call.
+MOST_TOKENS, MOST_SEQUENCES = 2**32, 4096
 #: Query rows per KV head times head_dim that the registers of the kernel for few rows hold.
 MOST_NUMBERS = 4096
 #: With `deterministic_batch`: tokens of a split, and how many splits the first reduction step adds.
@@ -123,8 +123,8 @@ class DecodePlan:
         return partials * self.spec.partial_floats
 
     @property
-    def semaphores(self) -> int:
-        """Semaphores of a workspace: one per work item, and two per `reduce_fanin` programs (fixed splits: one per program)."""
+    def counters(self) -> int:
+        """Counters of a workspace: a semaphore a work item, and two per `reduce_fanin` programs (fixed splits: one a program)."""
         if self.spec.split:
             return self.work_items + self.programs
         return self.work_items + 2 * -(-self.programs // self.spec.reduce_fanin)
@@ -149,16 +149,11 @@ class DecodePlan:
         }
 
 
-def format_of(name: str) -> Format:
-    """The KV format or plain format of this name."""
-    return KV_FORMATS.get(name) or plain_format(name)
-
-
 def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: bool) -> DecodePlan | str:
     """How the tuned kernel runs this problem, or the reason why it cannot."""
     refusal = _refusal(p, capability)
-    keys = kv_spec(format_of(p.keys), p.dim, p.k_token_stride, p.k_scale_stride)
-    values = kv_spec(format_of(p.values), p.value_dim, p.v_token_stride, p.v_scale_stride)
+    keys = kv_spec(kv_format(p.keys), p.dim, p.k_token_stride, p.k_scale_stride)
+    values = kv_spec(kv_format(p.values), p.value_dim, p.v_token_stride, p.v_scale_stride)
     if refusal or isinstance(keys, str) or isinstance(values, str):
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     rows, limit = max(8, padded(p.rows)), block_shared_memory(capability)
@@ -266,9 +261,9 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
         return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:
         codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
-        return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
+        return codes + (", or the tail of the keys is not contiguous" if kv_format(p.keys).token_block else "")
     for name, dim in ((p.keys, p.dim), (p.values, p.value_dim)):
-        fmt = format_of(name)
+        fmt = kv_format(name)
         row = dim * fmt.code.bits // 8
         if p.deterministic_batch and not p.page and row % 32:
             return f"deterministic_batch: the capacity decides whether heads of {row} bytes are aligned"

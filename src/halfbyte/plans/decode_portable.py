@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.device import Capability
-from halfbyte.formats import Format
-from halfbyte.plans.decode_attention import FIXED_SPLIT, DecodeProblem, format_of
+from halfbyte.formats import Format, kv_format
+from halfbyte.plans.decode_attention import FIXED_SPLIT, DecodeProblem
 
 #: Warps that keep one SM busy: beyond them, more splits only cost.
 _WARPS_PER_SM = 16
@@ -53,8 +53,8 @@ def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> Tri
 def _tiles(p: DecodeProblem, batch: int, rows: int, num_sms: int, capability: Capability) -> TritonTiles:
     """Tiles of `batch` blocks of `rows` query rows per KV head."""
     return triton_tiles(
-        format_of(p.keys),
-        format_of(p.values),
+        kv_format(p.keys),
+        kv_format(p.values),
         batch=batch,
         heads=p.heads,
         rows=rows,

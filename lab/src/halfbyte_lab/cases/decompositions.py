@@ -110,7 +110,7 @@ class Halfbyte:
         """The plan of this product with another number of programs."""
         if device.kind != "cuda":
             raise Unsupported("the tuned kernel runs on an NVIDIA GPU")
-        from halfbyte.kernels.linear.mma import launch
+        from halfbyte.kernels.linear.mma import launches
         from halfbyte.kernels.linear.ring import weights_of
 
         n, k = stored[0].shape
@@ -127,7 +127,7 @@ class Halfbyte:
 
         def call(weight: QuantTensor) -> torch.Tensor:
             out = x.new_empty(x.shape[0], n)
-            launch(x, weights_of([weight], [None], [out]), plan, partials, semaphores)
+            launches(x, weights_of([weight], [None], [out]), plan, partials, semaphores)[0]()
             return out
 
         return Form([partial(call, weight) for weight in stored], count, plan.programs_per_sm)

@@ -10,7 +10,7 @@ import torch
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kernels.append import rotation
-from halfbyte.kernels.append.launch import launches
+from halfbyte.kernels.append.launch import launches, plan_of
 from halfbyte.kv_buffer import AppendCall, HeadNorms, Rope
 
 #: Values that come with keys of another format. They come with keys of their own format where nothing is said.
@@ -57,7 +57,7 @@ def _normalized(keys: str, kind: str, name: str, half: int, interleaved: bool) -
     norms = HeadNorms(weight, weight, 1e-6, kind)
     rope = Rope(table, table, interleaved)
     call = AppendCall(k, k, *buffers, lengths=empty(16), rope=rope, q=q, measure=False, norms=norms)
-    for launch in launches(call, torch.empty_like(q), None, advance=True, use_pdl=False):
+    for launch in launches(call, plan_of(call, advance=True, use_pdl=False), [torch.empty_like(q)], ()):
         yield from recorded(f"{keys}-int4_g32-norms{name}", launch)
 
 
@@ -66,11 +66,11 @@ def _by_slot(keys: str, values: str) -> Iterator[Configuration]:
     buffers = [kv_buffer(KV_FORMATS[name], (64, 8, 64, 128), 16, torch.bfloat16) for name in (keys, values)]
     k, table = empty(16, 8, 1, 128, dtype=torch.bfloat16), empty(16, 1, 64, dtype=torch.float32)
     call = AppendCall(k, k, *buffers, lengths=empty(16, dtype=torch.int64), measure=False, by_slot=True)
-    q_out = None
+    results = []
     if KV_FORMATS[keys].code.bits == 8:
-        q_out = empty(16, 32, 1, 128, dtype=torch.bfloat16)
-        call = call._replace(rope=(table, table), q=q_out)
-    for launch in launches(call, q_out, None, advance=False, use_pdl=False):
+        results = [empty(16, 32, 1, 128, dtype=torch.bfloat16)]
+        call = call._replace(rope=Rope(table, table), q=results[0])
+    for launch in launches(call, plan_of(call, advance=False, use_pdl=False), results, ()):
         yield from recorded(f"{keys}-{values}-slots", launch)
 
 
@@ -84,15 +84,14 @@ def _variant(keys: str, prompt: bool, window: tuple[int, int] = (0, 0)) -> Itera
     buffers = [kv_buffer(fmt, (64, 8, 64, 128), 16, dtype, window) for fmt in formats]
     k, rotary = empty(16, 8, tokens, 128, dtype=dtype), prompt or dtype is torch.bfloat16
     call = AppendCall(k, k, *buffers, lengths=empty(16), rotate_keys=prompt)
-    q_out = None
+    results = []
     if prompt:
         call = call._replace(counts=empty(16), page_table=empty(16, 4))
     if rotary:
         table = empty(tokens, 64, dtype=torch.float32)
-        call = call._replace(rope=(table, table), q=empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2))
-        q_out = empty(16, 32, tokens, 128, dtype=dtype)
-    amax = empty(2) if "tensor" in (f.granularity for f in formats) else None
+        call = call._replace(rope=Rope(table, table), q=empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2))
+        results = [empty(16, 32, tokens, 128, dtype=dtype)]
     name = f"{formats[0]}-{formats[1]}-{'prompt' if prompt else 'decode'}" + "-recent" * any(window)
-    for launch in launches(call, q_out, amax, advance=True, use_pdl=False):
+    for launch in launches(call, plan_of(call, advance=True, use_pdl=False), results, ()):
         for found in recorded(name, launch):
             yield replace(found, name=found.name.replace(" ", "-"))

@@ -10,8 +10,7 @@ import torch
 from halfbyte.formats import plain_format
 from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, of_capability, recorded
 from halfbyte.kernels.aot.decode_sample import Sample, sample
-from halfbyte.kernels.decode.arguments import Results
-from halfbyte.kernels.decode.launch import launch
+from halfbyte.kernels.decode.launch import launches
 from halfbyte.kv_buffer import DecodeCall
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
 from halfbyte.plans.decode_spec import DecodeWgmmaSpec
@@ -53,9 +52,9 @@ def configurations() -> list[Configuration]:
 def recorded_launch(name: str, call: DecodeCall, plan: DecodePlan) -> list[Configuration]:
     """What a launch of `call` by `plan` would compile."""
     out = empty(*call.q.shape[:3], call.values.dim, dtype=call.q.dtype)
-    workspace = empty(plan.floats, dtype=torch.float32), empty(plan.semaphores)
-    results = Results(out, empty(*call.q.shape[:3], dtype=torch.float32), *workspace)
-    return recorded(name, lambda: launch(call, plan, results))
+    results = out, empty(*call.q.shape[:3], dtype=torch.float32)
+    (launch,) = launches(call, plan, results, (empty(plan.floats, dtype=torch.float32), empty(plan.counters)))
+    return recorded(name, launch)
 
 
 def _configurations(one: Sample) -> Iterator[Configuration]:

@@ -143,7 +143,7 @@ def _ended(name: str, m: int, features: tuple[int, ...], k: int, options: str, e
     sums |= {"weight": weight, "weighted": y, "own_squares": squares} if ending.norm else {}
     around = Around(squares=squares if ending.parts else None, **sums)
     given = (x, weights, replace(plan, spec=replace(plan.spec, ending=ending)))
-    launch = functools.partial(mma.launch, *given, empty(1, dtype=torch.float32), empty(1), around=around)
+    (launch,) = mma.launches(*given, empty(1, dtype=torch.float32), empty(1), around)
     words = "-".join([*(["scaled"] if ending.parts else []), ending.activation, "sum" * ending.adds, ending.norm, options])
     yield from recorded(f"block-{name}-M{m}-{'x'.join(map(str, features))}-{words}", launch, targets=(90,))
 
@@ -166,8 +166,8 @@ def plan_configurations(p: LinearProblem, options: str, plan: LinearPlan, capabi
         why = "up to 16 bytes, outside the loop: 16 warps have 128 registers a thread"
     full = f"{p.weights[0][0]}-M{p.rows}-{'x'.join(map(str, p.features))}-{options}-{of_capability(capability)}"
     given = (*_operands(p, options), plan, empty(1, dtype=torch.float32), empty(1))
-    launch = functools.partial(kernel_of(plan).launch, *given)
-    yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
+    for launch in kernel_of(plan).launches(*given):
+        yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
 
 
 def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Configuration]:

@@ -7,12 +7,12 @@ of them all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
-from halfbyte.plans.decode_attention import WIDEST
+from halfbyte.kv_buffer import DecodeCall, KVBuffer
 from halfbyte.plans.decode_spec import DecodeSpec
 
 #: Arguments that no vector of addresses is made of, and those whose alignment does not matter.
@@ -100,62 +100,30 @@ class Call(NamedTuple):
     page_table_stride: Any
 
 
-class Fixed(NamedTuple):
-    """What stays the same as long as shapes and strides of all tensors do: numbers.
+def arguments(
+    call: DecodeCall, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor], spec: DecodeSpec
+) -> tuple[Any, ...]:
+    """All arguments of a kernel, its constant last.
 
-    q, keys, values  stand behind the tensors of a struct
-    scalars          arguments of their own, the last of them the kernel's constant
+    q may hold several sequences for each of keys and values, one after the other: of contiguous ones, and of tails.
     """
-
-    q: tuple[int, ...]
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    scalars: tuple[Any, ...]
-
-
-def fixed_of(call: DecodeCall, spec: DecodeSpec) -> Fixed:
-    """q may hold several sequences for each of keys and values, one after the other: of contiguous ones, and of tails."""
-    q, keys, values, table = call.q, call.keys, call.values, call.page_table
-    k, v = keys.codes.view(torch.int16), values.codes.view(torch.int16)
-    (*k_scale, k_scale_token), (*v_scale, v_scale_token) = _scale_strides(keys), _scale_strides(values)
-    shared = k if table is None else keys.tail
+    q, keys, values, table, o = call.q, call.keys, call.values, call.page_table, call.options
+    (k, k_scale_token), (v, v_scale_token) = _stored(keys), _stored(values)
+    shared = k.codes if table is None else keys.tail
     repeats = 1 if shared is None else q.shape[0] // max(1, shared.shape[0])
-    return Fixed(
-        q.stride()[:3],
-        (k.stride(0), k.stride(1), k.stride(2) // 8, *k_scale),
-        (v.stride(0), v.stride(1), v.stride(2) // 8, *v_scale),
-        (
-            *(q.shape[0], keys.heads, k.shape[0], call.capacity, repeats, k_scale_token, v_scale_token),
-            *(0 if table is None else table.stride(0), spec),
-        ),
-    )
-
-
-def _scale_strides(buffer: KVBuffer) -> tuple[int, int, int]:
-    """Strides of scales by batch (or page), head and token; scales of whole tokens have no heads."""
-    s = buffer.scales
-    if s is None or s.ndim == 1:
-        return 0, 0, 0
-    return (s.stride(0), 0, s.stride(1)) if s.ndim == 2 else (s.stride(0), s.stride(1), s.stride(2))
-
-
-def arguments(tensors: tuple[Any, ...], results: tuple[Any, ...], o: AttentionOptions, fixed: Fixed) -> tuple[Any, ...]:
-    """All arguments of a kernel, as plain tuples: of tensors, or of their addresses, ordered as `DecodeCall.tensors`."""
     return (
-        tensors[:1] + fixed.q,
-        tensors[1:5] + fixed.keys,
-        tensors[5:9] + fixed.values,
-        tensors[9:14],
-        tensors[14:],
-        results,
-        o.sm_scale,
-        o.softcap or 1.0,
-        min(o.window or 0, WIDEST),
-        *fixed.scalars,
-    )
+        Queries(q, *q.stride()[:3]), k, v,
+        Sequences(call.lengths, call.query_start, table, o.starts, o.ends), PerHead(o.alibi_slopes, o.sinks),
+        Results(*results, *workspace), *call.numbers(), q.shape[0], keys.heads, k.codes.shape[0], call.capacity, repeats,
+        k_scale_token, v_scale_token, 0 if table is None else table.stride(0), spec,
+    )  # fmt: skip
 
 
-def structs(q: Any, keys: Any, values: Any, sequences: Any, per_head: Any, results: Any, *scalars: Any) -> tuple[Any, ...]:
-    """`arguments` with names, by which the compiler finds them."""
-    keys, values = (KV(codes.view(torch.int16), *rest) for codes, *rest in (keys, values))
-    return Queries(*q), keys, values, Sequences(*sequences), PerHead(*per_head), Results(*results), *scalars
+def _stored(buffer: KVBuffer) -> tuple[KV, int]:
+    """A buffer as kernels take it, and the stride of scales by token."""
+    codes, s = buffer.codes.view(torch.int16), buffer.scales
+    batch = head = token = 0
+    if s is not None and s.ndim > 1:  # scales of whole tokens have no heads
+        batch, head, token = (s.stride(0), 0, s.stride(1)) if s.ndim == 2 else s.stride()[:3]
+    strides = codes.stride(0), codes.stride(1), codes.stride(2) // 8, batch, head
+    return KV(codes, buffer.scales, buffer.offsets, buffer.tail, *strides), token

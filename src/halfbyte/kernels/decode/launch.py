@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.decode.arguments import (
     KV,
     UNALIGNED,
@@ -17,8 +19,6 @@ from halfbyte.kernels.decode.arguments import (
     Results,
     Sequences,
     arguments,
-    fixed_of,
-    structs,
 )
 from halfbyte.kernels.decode.mma import decode_few_rows
 from halfbyte.kernels.decode.wgmma import decode_many_rows
@@ -42,12 +42,11 @@ def decode(
         decode_few_rows(call, C)
 
 
-def launch(call: DecodeCall, plan: DecodePlan, results: Results) -> Any:
-    """Launch on the current stream, compiling if need be; returns what was compiled."""
+def launches(
+    call: DecodeCall, plan: DecodePlan, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]
+) -> list[Launch]:
+    """The launch of a plan. results: out and lse, contiguous; workspace: plan.floats fp32, and plan.counters int32 zeros."""
     spec = plan.spec
-    return decode[(plan.programs,)](
-        *structs(*arguments(call.tensors(), results, call.options, fixed_of(call, spec))),
-        num_warps=spec.warps,
-        launch_pdl=spec.use_pdl,
-        maxnreg=255,  # without it the assembler spills for the sake of a third program, which shared memory has no room for
-    )
+    # Without maxnreg the assembler spills for the sake of a third program, which shared memory has no room for.
+    options = {"num_warps": spec.warps, "launch_pdl": spec.use_pdl, "maxnreg": 255}
+    return [Launch(decode, (plan.programs,), arguments(call, results, workspace, spec), options)]

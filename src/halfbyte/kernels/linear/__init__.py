@@ -8,7 +8,7 @@ from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 
 
 def kernel_of(plan: LinearPlan) -> Any:
-    """The module whose `launch` runs a plan."""
+    """The module whose `launches` run a plan."""
     from halfbyte.kernels.linear import mma, wgmma
 
     return mma if isinstance(plan.spec, LinearSpec) else wgmma

@@ -24,15 +24,13 @@ semaphore: an fp32 is stored as its complement, and 0 says that it is not there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.common.compat import barrier, launcher, view
+from halfbyte.kernels.common.compat import barrier, view
+from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_pool, weight_at
 from halfbyte.kernels.linear.multiply import multiply
@@ -324,38 +322,21 @@ def _partition(plan: LinearPlan) -> tuple[int, int, int, int]:
     return shares(plan.tiles, plan.steps, plan.programs)
 
 
-def launch(
+def launches(
     x: torch.Tensor,
     weights: Weights,
     plan: LinearPlan,
     partials: torch.Tensor,
     semaphores: torch.Tensor,
-    compiled: Any = None,
     around: Around | None = None,
-) -> Any:
-    """Launch on the current stream, compiling if need be; returns what was compiled.
+) -> list[Launch]:
+    """The launch of a plan.
 
     x [M, K], its row stride a multiple of 16; weights of one format, biases all or none and of one type. With
     spec.use_pdl weights are read before the previous kernel has ended (programmatic dependent launch).
     partials: plan.floats fp32; semaphores: plan.counters int32, zero before and after.
-    compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is bypassed then.
     around: tensors of spec.ending; with an activation, weights are gate and up, and their results one tensor.
     """
-    spec, arguments = plan.spec, (x, partials, semaphores, *_sizes(x), weights, *_partition(plan), around)
-    if compiled is not None:
-        compiled[plan.programs, 1, 1](*arguments, spec)
-        return compiled
-    return linear[(plan.programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
-
-
-def relauncher(compiled: Any, x: torch.Tensor, features: tuple[int, ...], plan: LinearPlan) -> Callable[..., None]:
-    """What launches the same again, with tensors of the same types, shapes, strides and alignments.
-
-    It takes the stream's number, x, and addresses: of the tensors of `Weights`, of partials and of semaphores.
-    """
-    run, sizes, rest = launcher(compiled, (plan.programs, 1, 1)), _sizes(x), (*_partition(plan), None, plan.spec)
-
-    def relaunch(stream: int, x: torch.Tensor, tensors: Sequence[Any], partials: int, semaphores: int) -> None:
-        run(stream, x.data_ptr(), partials, semaphores, *sizes, (*tensors, features), *rest)
-
-    return relaunch
+    spec, arguments = plan.spec, (x, partials, semaphores, *_sizes(x), weights, *_partition(plan), around, plan.spec)
+    options = {"num_warps": spec.warps, "launch_pdl": spec.use_pdl, "maxnreg": 255}
+    return [Launch(linear, (plan.programs,), arguments, options)]

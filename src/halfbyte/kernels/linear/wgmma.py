@@ -21,16 +21,14 @@ Work is divided and partial results are added as in linear/mma.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.common.compat import barrier, launcher, view
+from halfbyte.kernels.common.compat import barrier, view
+from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import program_at, quotient, share
@@ -344,44 +342,22 @@ def order(X, Y, M, K, x_stride, C: gl.constexpr, BLOCK: gl.constexpr):
 # ------------------------------------------------------------------------------------------------------------- host code
 
 
-def launch(
-    x: torch.Tensor,
-    weights: Weights,
-    plan: LinearPlan,
-    partials: torch.Tensor,
-    semaphores: torch.Tensor,
-    compiled: Any = None,
-) -> Any:
-    """As `mma.launch`, with one more launch ahead, which brings x into the operands' order."""
-    spec, programs = plan.spec, plan.programs
+def launches(
+    x: torch.Tensor, weights: Weights, plan: LinearPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
+) -> list[Launch]:
+    """As `mma.launches`, with one more launch ahead, which brings x into the operands' order."""
+    spec = plan.spec
     padded, grid = _shape_in_order(x, spec)
-    y = x.new_empty(padded)
-    to_order, to_multiply = (x, y, *x.shape, x.stride(0)), (y, partials, semaphores, *x.shape, weights)
-    if compiled is not None:
-        compiled[0][(*grid, 1)](*to_order, spec, ORDER_BLOCK)
-        compiled[1][programs, 1, 1](*to_multiply, spec)
-        return compiled
-    ordering = order[grid](*to_order, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.use_pdl)
+    y, options = x.new_empty(padded), {"launch_pdl": spec.use_pdl}
+    ordering, product = (x, y, *x.shape, x.stride(0), spec, ORDER_BLOCK), (y, partials, semaphores, *x.shape, weights, spec)
     registers = min(255, 2048 // spec.warps)
-    gemm = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=registers)
-    return ordering, gemm
+    return [
+        Launch(order, grid, ordering, options | {"num_warps": 4}),
+        Launch(linear, (plan.programs,), product, options | {"num_warps": spec.warps, "maxnreg": registers}),
+    ]
 
 
 def _shape_in_order(x: torch.Tensor, spec: LinearSpec | LinearWgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shape of x in the operands' order, and the programs that bring it there."""
     m, k = -(-x.shape[0] // spec.block_m) * spec.block_m, -(-x.shape[1] // spec.chunk) * spec.chunk
     return (m, k), (-(-k // ORDER_BLOCK), m)
-
-
-def relauncher(compiled: Any, x: torch.Tensor, features: tuple[int, ...], plan: LinearPlan) -> Callable[..., None]:
-    """As `mma.relauncher`."""
-    spec, (padded, grid) = plan.spec, _shape_in_order(x, plan.spec)
-    numbers, stride = tuple(x.shape), x.stride(0)
-    ordering, gemm = launcher(compiled[0], (*grid, 1)), launcher(compiled[1], (plan.programs, 1, 1))
-
-    def relaunch(stream: int, x: torch.Tensor, tensors: Sequence[Any], partials: int, semaphores: int) -> None:
-        y = x.new_empty(padded)
-        ordering(stream, x.data_ptr(), y.data_ptr(), *numbers, stride, spec, ORDER_BLOCK)
-        gemm(stream, y.data_ptr(), partials, semaphores, *numbers, (*tensors, features), spec)
-
-    return relaunch
