@@ -17,8 +17,8 @@ from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts, mlp
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import experts_linear as one
-from halfbyte.ops.experts_linear import experts_of_parts
-from halfbyte.ops.experts_mlp import Projection, experts_mlp
+from halfbyte.ops.experts_linear import EXPERTS, experts_of_parts
+from halfbyte.ops.experts_mlp import EXPERTS_MLP, MlpCall, Projection, experts_mlp
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.experts import experts_linear as reference
 from halfbyte.tensors import QuantTensor, expected_parts
@@ -133,10 +133,9 @@ def test_strides_and_integers_of_any_kind() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["int4_g32", "nf4_dq", "nvfp4"])
 def test_opcheck(name: str, level: str) -> None:
-    parts, ids = list(stack(name, 4, 8, 64).parts().values()), routed(3, 2, 4)
-    for gates, bias, kind, constants in ((None, None, "", []), (torch.rand(3, 2), normal(4, 8), "silu", [1.0, float("inf"), 0.0])):
-        arguments = (normal(3, 64), parts, ids, gates, bias, name, kind, constants, level)
-        torch.library.opcheck(torch.ops.halfbyte.experts_linear.default, arguments)
+    call = ExpertsCall(normal(3, 64), stack(name, 4, 8, 64), routed(3, 2, 4), impl=level)
+    for one_call in (call, call._replace(gates=torch.rand(3, 2), bias=normal(4, 8), activation=Activation("silu"))):
+        torch.library.opcheck(torch.ops.halfbyte.experts_linear.default, EXPERTS.flat(one_call))
 
 
 def test_compiled_is_eager() -> None:
@@ -170,9 +169,8 @@ def test_both_projections_are_one_after_the_other(name: str) -> None:
 
 def test_both_projections_in_words_and_in_graphs() -> None:
     (up, down), x, ids, gates = both(), normal(5, 64).bfloat16(), routed(5, 2, 4), torch.rand(5, 2)
-    constants = [1.0, float("inf"), 0.0]
-    arguments = (x, up.parts, down.parts, ids, gates, up.bias, None, "mxfp4", "mxfp4", "silu", constants, "cpu")
-    torch.library.opcheck(torch.ops.halfbyte.experts_mlp.default, arguments)
+    call = MlpCall(x, up, down._replace(bias=None), ids, gates, Activation("silu"), "cpu")
+    torch.library.opcheck(torch.ops.halfbyte.experts_mlp.default, EXPERTS_MLP.flat(call))
     fewer = Projection([part[:3] for part in down.parts], "mxfp4")
     with pytest.raises(InvalidArgument, match="down has 3 experts; up has 4"):
         experts_mlp(x, up, fewer, ids, gates, OAI)
@@ -218,7 +216,7 @@ def test_what_runs_the_prompts_of_an_h200(
     x, ids = (torch.empty(tokens, n, dtype=dtype, device="meta") for n, dtype in ((256, half), (8, torch.int64)))
     up = unstored(first.split()[0], 128, 512, 256, act_order="act" in first)
     down = unstored(last.split()[0], 128, 256, 256, act_order="act" in last)
-    one.run_both(ExpertsCall(x, up, ids, None, None, OAI), ExpertsCall(x, down, ids, ids.to(half)), "auto")
+    one.run_both(ExpertsCall(x, up, ids, None, None, OAI), ExpertsCall(x, down, ids, ids.to(half)))
     assert seen == ran
 
 
@@ -227,7 +225,7 @@ def test_the_second_projection_reads_ids_early(monkeypatch: pytest.MonkeyPatch) 
     early: list[bool] = []
     ids: list[torch.Tensor] = []
 
-    def run(call: ExpertsCall, impl: str, ids_early: bool) -> torch.Tensor:
+    def run(call: ExpertsCall, ids_early: bool) -> torch.Tensor:
         early.append(ids_early)
         ids.append(call.ids)
         return call.new_result()
@@ -236,7 +234,7 @@ def test_the_second_projection_reads_ids_early(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(one, "gpu", lambda _: H200)
     x, gates, given = normal(3, 64).half(), torch.rand(3, 2), routed(3, 2, 4).T.contiguous().T
     up, down = stack("int4_g32", 4, 128, 64), stack("int4_g32", 4, 12, 64)
-    assert one.run_both(ExpertsCall(x, up, given, None, None, OAI), ExpertsCall(x, down, given, gates), "auto").shape == (3, 12)
+    assert one.run_both(ExpertsCall(x, up, given, None, None, OAI), ExpertsCall(x, down, given, gates)).shape == (3, 12)
     assert early == [False, True]
     assert ids[0] is ids[1]
     assert ids[0].is_contiguous()

@@ -113,7 +113,7 @@ def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = Fal
         return found
 
     with mock.patch("halfbyte.ops.experts_linear._plan", plan), _sorted_by_torch(), machine(order, backwards):
-        return run_experts(call, "gluon", ids_early)
+        return run_experts(call._replace(impl="gluon"), ids_early)
 
 
 def mix_both(up: ExpertsCall, down: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False) -> torch.Tensor:

@@ -12,7 +12,7 @@ from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
-from halfbyte.ops.dequantize import dequantize_rows
+from halfbyte.ops.dequantize import DEQUANTIZE, DequantizeCall, dequantize_rows
 from halfbyte.tensors import QuantTensor
 
 #: numpy warns of what a GPU computes silently, and as meant: numbers beyond fp32 become infinite.
@@ -112,8 +112,7 @@ def test_gemms_over_slabs_of_weights_below_each_other(rows: int, monkeypatch: py
 def test_the_registered_op() -> None:
     w, out = weight("nvfp4", 6, 64), torch.zeros(6, 64).half()
     for level in ("triton", "reference"):
-        parts = list(w.parts().values())
-        torch.library.opcheck(torch.ops.halfbyte.dequantize_rows.default, (out, parts, [], [], "nvfp4", 0, level))
+        torch.library.opcheck(torch.ops.halfbyte.dequantize_rows.default, DEQUANTIZE.flat(DequantizeCall(out, [w], 0, level)))
 
 
 def test_what_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -22,11 +21,13 @@ from halfbyte.plans.experts import ExpertsTiles, experts_tiles
 from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, dequantized_rows, gluon_experts, wgmma_experts
 from halfbyte.plans.linear import BLOCK_BYTES
 from halfbyte.plans.linear_spec import ExpertsProblem
-from halfbyte.reference.experts import Activation
+from halfbyte.reference.experts import Activation, ExpertsCall
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]
 
-_run_triton = functools.partial(_run_on_gpu, impl="triton")
+
+def _run_triton(call: ExpertsCall) -> torch.Tensor:
+    return _run_on_gpu(call._replace(impl="triton"))
 
 
 def tiles(case: Mixture, *, inline: bool = True, by_expert: bool = False, splits: int = 1, m: int = 16) -> ExpertsTiles:
@@ -193,7 +194,7 @@ def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (10, 0)))
     monkeypatch.setattr(_experts_prompt, "run", lambda call, rows, out: ran.append(rows) or right(call, rows, out))
     case = Mixture(normal(96, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(96, 1, dtype=torch.int64))
-    case.check(functools.partial(_run_on_gpu, impl="auto"))
+    case.check(_run_on_gpu)
     case.check(_run_triton)
     assert ran == [12]
 
@@ -227,7 +228,8 @@ def test_auto_keeps_the_rows_of_prompts_sorted(monkeypatch: pytest.MonkeyPatch) 
     for tokens in (96, 95):
         x, ids = normal(tokens, 64).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int64)
         first, last = Mixture(x, up, ids, activation=OAI), Mixture(x, down, ids, gates[:tokens])
-        made = run_both(first, last, "auto" if tokens == 96 else "triton")
+        impl = "auto" if tokens == 96 else "triton"
+        made = run_both(first._replace(impl=impl), last._replace(impl=impl))
         inner = _run_triton(first)
         torch.testing.assert_close(made, _run_triton(last._replace(x=inner)), rtol=0.02, atol=0.02)
     assert ran == [(128, 12)]

@@ -14,7 +14,7 @@ from halfbyte.reference.experts import ExpertsCall, combined, hit
 
 def experts_linear(call: ExpertsCall) -> torch.Tensor:
     """As `reference.experts.experts_linear`, in fp32 (float64 for a float64 x)."""
-    x, weight, ids, _, bias, _ = call
+    x, weight, ids, _, bias, _ = call[:6]
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     y = torch.zeros(*ids.shape, weight.shape[1], dtype=wide, device=x.device)
     for expert in hit(call):

@@ -113,7 +113,7 @@ def _multiply_and_combine(
 
 def _contiguous(call: ExpertsCall) -> ExpertsCall:
     """The call with what kernels read without strides made contiguous."""
-    x, w, ids, gates, bias, _ = call
+    x, w, ids, gates, bias, _ = call[:6]
     weight = QuantTensor(w.format, w.shape, **{name: part.contiguous() for name, part in w.parts().items()})
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
     x = x if x.stride(-1) == 1 else x.contiguous()

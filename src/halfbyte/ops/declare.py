@@ -195,6 +195,7 @@ class Op(Generic[CallT]):
     def _field(self, hint: Any, path: str, name: str, marks: frozenset[Any], owner: str, default: Any) -> str:
         """Python that makes a field from its arguments, which are added."""
         kind, optional = _optional(hint)
+        kind = str if typing.get_origin(kind) is typing.Literal else kind
         guard = f"None if {owner} is None else " if owner else ""
         mark = "?" if optional or owner else ""
 
@@ -205,12 +206,12 @@ class Op(Generic[CallT]):
         if kind in _SCALARS:
             encoded = f"{path}.name" if kind is Format else path
             argument = add("", _SCALARS[kind] + mark, encoded)
-            self._names["kv_format"] = kv_format
-            return f"kv_format({argument})" if kind is Format else argument
+            self._names["_kv_format"] = kv_format
+            return f"_kv_format({argument})" if kind is Format else argument
         if kind is QuantTensor:
-            self._names |= {"weight_of": weight_of, "weight_format": weight_format}
+            self._names |= {"_weight_of": weight_of, "_weight_format": weight_format}
             parts = add("", "Tensor[]", f"[*{path}.parts().values()]")
-            return f"weight_of(weight_format({add('_format', 'str', f'{path}.format.name', str)}), {parts})"
+            return f"_weight_of(_weight_format({add('_format', 'str', f'{path}.format.name', str)}), {parts})"
         if kind == Sequence[QuantTensor]:
             self._names["_weights"] = _weights
             parts = add("", "Tensor[]", f"[t for w in {path} for t in w.parts().values()]")

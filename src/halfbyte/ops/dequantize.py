@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import torch
 
+from halfbyte.arguments import Mark
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
-from halfbyte.ops._library import define, level
+from halfbyte.ops._library import level
+from halfbyte.ops.declare import Op
 from halfbyte.reference.quantize import dequantize
-from halfbyte.tensors import QuantTensor, weight_of
+from halfbyte.tensors import QuantTensor
 
 #: Weights of one call: q, k and v at most.
 MOST = 3
 
 
-def _run(
-    out: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], c: list[torch.Tensor], formats: str, first: int, level: str
-) -> None:
-    weights = [weight_of(weight_format(name), parts) for name, parts in zip(formats.split(","), (a, b, c), strict=False)]
+class DequantizeCall(NamedTuple):
+    """One call of `dequantize_rows`: the declaration of the op."""
+
+    out: Annotated[torch.Tensor, Mark.WRITTEN]
+    weights: Sequence[QuantTensor]
+    first: int
+    impl: str
+
+
+def _run(call: DequantizeCall) -> None:
+    out, weights, first, impl = call
     if not out.numel():
         return
-    if level == "triton":
+    if impl == "triton":
         from halfbyte.kernels.dequantize import launch
 
         with torch.cuda.device_of(out):
@@ -32,11 +42,8 @@ def _run(
     out.copy_(whole[first : first + out.shape[0]])
 
 
-_op = define(
-    "dequantize_rows(Tensor(a!) out, Tensor[] a, Tensor[] b, Tensor[] c, str formats, int first, str level) -> ()",
-    _run,
-    lambda *args: None,
-)
+DEQUANTIZE = Op("dequantize_rows", DequantizeCall)
+DEQUANTIZE.register(_run, lambda call: None)
 
 
 def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: int = 0, *, impl: str = "auto") -> None:
@@ -58,6 +65,5 @@ def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: in
     check(out.device == weights[0].device, f"out is on {out.device} and the weights on {weights[0].device}; move one of them")
     inside = isinstance(first, int) and 0 <= first <= rows - out.shape[0]
     check(inside, f"first={first!r} and {out.shape[0]} rows of out; the weights have {rows} rows")
-    parts = [[part.contiguous() for part in w.parts().values()] for w in weights]
-    absent: list[list[torch.Tensor]] = [[]] * (MOST - len(weights))
-    _op(out, *parts, *absent, ",".join(w.format.name for w in weights), first, level("dequantize", impl, out.device))
+    dense = [QuantTensor(w.format, w.shape, **{name: part.contiguous() for name, part in w.parts().items()}) for w in weights]
+    DEQUANTIZE(DequantizeCall(out, dense, first, level("dequantize", impl, out.device)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -20,10 +19,10 @@ from halfbyte.cpu import experts as cpu
 from halfbyte.device import gpu
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import weight_format
-from halfbyte.ops import _experts_prompt
+from halfbyte.ops import _experts_prompt, launch_cache
 from halfbyte.ops._experts_prompt import sorted_pairs
-from halfbyte.ops._library import define, level, refuse_capture
-from halfbyte.ops.launch_cache import with_compiled
+from halfbyte.ops._library import level, refuse_capture
+from halfbyte.ops.declare import Op
 from halfbyte.ops.workspace import counters, floats
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
 from halfbyte.plans.experts_mma import MOST_TOKENS, ExpertsPlan
@@ -32,7 +31,7 @@ from halfbyte.plans.linear_spec import ExpertsProblem
 from halfbyte.reference import experts as reference
 from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
 from halfbyte.settings import pair_launches
-from halfbyte.tensors import QuantTensor, weight_of
+from halfbyte.tensors import QuantTensor
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 #: Numbers of x that are gathered at a time in act-order; each takes an index of 8 bytes.
@@ -66,9 +65,10 @@ def experts_linear(
 
     Raises `InvalidArgument` naming the argument at fault.
     """
-    call = ExpertsCall(x, weight, ids, gates, bias, _activation(activation))
+    call = ExpertsCall(x, weight, ids, gates, bias, _activation(activation), impl)
     check_call(call)
-    return experts_of_parts(x, [*weight.parts().values()], ids, gates, bias, weight.format.name, call.activation, impl)
+    y: torch.Tensor = EXPERTS(call._replace(impl=level_of(impl, x)))
+    return y
 
 
 def experts_of_parts(
@@ -79,29 +79,29 @@ def experts_of_parts(
     bias: torch.Tensor | None,
     fmt: str,
     activation: Activation | None,
-    impl: str = "auto",
 ) -> torch.Tensor:
     """`experts_linear` as compiled code calls it, see `linear_of_parts`."""
-    kind, constants = ("", []) if activation is None else (activation.kind, [*activation[1:]])
-    y: torch.Tensor = _op(x, parts, ids, gates, bias, fmt, kind, constants, level_of(impl, x))
+    names = {} if activation is None else {f"activation_{name}": value for name, value in activation._asdict().items()}
+    tensors = {"x": x, "weight": parts, "ids": ids, "gates": gates, "bias": bias}
+    y: torch.Tensor = EXPERTS.of_parts({**tensors, "weight_format": fmt, **names, "impl": level_of("auto", x)})
     return y
 
 
 def _activation(activation: str | Activation | None) -> Activation | None:
     if activation is None:
         return None
-    found = Activation(activation) if isinstance(activation, str) else activation  # type: ignore[arg-type]
-    good = isinstance(found, Activation) and found.kind in KINDS and not any(v != v for v in found[1:]) and found.limit > 0
+    whole = Activation(activation) if isinstance(activation, str) else activation  # type: ignore[arg-type]
+    good = isinstance(whole, Activation) and whole.kind in KINDS and not any(v != v for v in whole[1:]) and whole.limit > 0
     check(good, f"activation={activation!r}; expected None, one of {', '.join(KINDS)}, or an Activation with a limit above 0")
-    return found
+    return whole
 
 
 def check_call(call: ExpertsCall) -> None:
     """Raise `InvalidArgument` for arguments that no level takes."""
-    x, weight, ids, gates, bias, activation = call
+    x, weight, ids, gates, bias, activation = call[:6]
     stack = isinstance(weight, QuantTensor) and len(weight.shape) == 3
-    given = list(weight.shape) if isinstance(weight, QuantTensor) else type(weight).__name__
-    check(stack, f"weight is {given}; expected a stack [E, N, K] from halfbyte.quantize")
+    what = list(weight.shape) if isinstance(weight, QuantTensor) else type(weight).__name__
+    check(stack, f"weight is {what}; expected a stack [E, N, K] from halfbyte.quantize")
     experts, features, width = weight.shape
     weight_format(weight.format, "the format of weight")
     check_tensor("ids", ids, ("tokens", "top_k"), "integer", weight.device)
@@ -128,30 +128,21 @@ def level_of(impl: str, x: torch.Tensor) -> str:
     return "auto" if impl == "auto" and chosen == "gluon" else chosen
 
 
-# ----------------------------------------------------------------------------------------------------------------------- the op
-
-
-def _call(*flat: Any) -> ExpertsCall:
-    """The call that the op's arguments are."""
-    x, parts, ids, gates, bias, fmt, kind, constants, _ = flat
-    return ExpertsCall(x, weight_of(weight_format(fmt), parts), ids, gates, bias, Activation(kind, *constants) if kind else None)
-
-
-def _run(*flat: Any) -> torch.Tensor:
-    return _run_call(_call(*flat), flat[-1])
-
-
-def _run_call(call: ExpertsCall, level: str, ids_early: bool = False) -> torch.Tensor:
-    if level in _LEVELS:
+def _run(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
+    if call.impl in _LEVELS:
         refuse_capture("experts_linear", call.x.device)
-        return _LEVELS[level](call)
-    return _run_on_gpu(call, level, ids_early)
+        return _LEVELS[call.impl](call)
+    return _run_on_gpu(call, ids_early)
 
 
-def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
+EXPERTS = Op("experts_linear", ExpertsCall)
+EXPERTS.register(_run, ExpertsCall.new_result)
+
+
+def run_both(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
     """`down` over the result of `up` in place of its x; a prompt's pairs are sorted once for both."""
     x, sizes = up.x, (*up.weight.shape, *down.weight.shape, *up.ids.shape)
-    if level == "auto" and x.element_size() == 2 and min(sizes):
+    if up.impl == "auto" and x.element_size() == 2 and min(sizes):
         with torch.cuda.device_of(x):
             if len(x) > MOST_TOKENS and (plans := _grouped_plans(up, down)):
                 out = down.new_result()
@@ -163,27 +154,15 @@ def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
                 _experts_prompt.run_both(up, down, (first, last), out)
                 return out
     ids = up.ids.contiguous()  # here and not between the launches, the second of which may read it before the first has ended
-    return _run_call(down._replace(x=_run_call(up._replace(ids=ids), level), ids=ids), level, ids_early=True)
-
-
-def _fake(*flat: Any) -> torch.Tensor:
-    return _call(*flat).new_result()
-
-
-_op = define(
-    "experts_linear(Tensor x, Tensor[] weight, Tensor ids, Tensor? gates, Tensor? bias, str weight_format, str activation, "
-    "float[] constants, str level) -> Tensor",
-    _run,
-    _fake,
-)
+    return _run(down._replace(x=_run(up._replace(ids=ids)), ids=ids), ids_early=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- the GPU
 
 
-def _run_on_gpu(call: ExpertsCall, impl: str, ids_early: bool = False) -> torch.Tensor:
+def _run_on_gpu(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
     """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call. ids_early: see `ExpertsProblem`."""
-    x, weight, ids, _, _, _ = call
+    x, weight, ids, impl = call.x, call.weight, call.ids, call.impl
     if x.element_size() > 2:
         raise Unsupported(f"x is {x.dtype}; the {impl} kernel takes float16 and bfloat16; use impl='auto'")
     out = call.new_result()
@@ -219,7 +198,7 @@ def _rows_to_dequantize(call: ExpertsCall) -> int:
 
 def _dense(call: ExpertsCall) -> ExpertsCall:
     """The call with contiguous tensors where kernels take no strides, and x gathered in the stored column order of each expert."""
-    x, w, ids, gates, bias, _ = call
+    x, w, ids, gates, bias, _ = call[:6]
     parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items() if n != "perm"}
     if w.perm is not None:
         x = _in_stored_order(x, w.perm.long().clamp(0, w.shape[2] - 1), ids.long().clamp(0, w.shape[0] - 1))
@@ -229,11 +208,11 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
 
 def _in_stored_order(x: torch.Tensor, perm: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """x [T, K] or [T, top_k, K] as [T, top_k, K]: of each pair in the order perm [E, K] of its expert, some tokens at a time."""
-    made = x.new_empty(*experts.shape, x.shape[-1])
-    step = max(1, _INDICES // made[0].numel())
-    for part, rows, chosen in zip(made.split(step), x.split(step), experts.split(step), strict=True):
-        torch.gather((rows.unsqueeze(1) if x.ndim == 2 else rows).expand_as(part), 2, perm[chosen], out=part)
-    return made
+    ordered = x.new_empty(*experts.shape, x.shape[-1])
+    step = max(1, _INDICES // ordered[0].numel())
+    for part, rows, numbers in zip(ordered.split(step), x.split(step), experts.split(step), strict=True):
+        torch.gather((rows.unsqueeze(1) if x.ndim == 2 else rows).expand_as(part), 2, perm[numbers], out=part)
+    return ordered
 
 
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
@@ -271,22 +250,22 @@ def _plan(problem: ExpertsProblem, device: int, use_pdl: bool) -> ExpertsPlan | 
 
 
 def _run_tuned(call: ExpertsCall, plan: ExpertsPlan, out: torch.Tensor) -> None:
-    from halfbyte.kernels.linear.experts_mma import launch
+    from halfbyte.kernels.linear.experts_mma import launches
 
     x = call.x.reshape(-1, call.x.shape[-1])
     if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or 2 * x.stride(0) * x.shape[0] >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
-    call, workspace = call._replace(x=x), (floats(x.device, plan.floats), counters(x.device, plan.counters))
-    w, sizes = call.weight, (call.weight.shape, x.stride(0), call.ids.shape[1])
+    call, w = call._replace(x=x), call.weight
+    sizes = w.shape, x.stride(0), call.ids.shape[1]
     types = tuple(None if t is None else (t.dtype, t.data_ptr() % 16) for t in (call.ids, call.gates, call.bias, w.tensor_scale))
-    with_compiled((plan, x.device, sizes, types), functools.partial(launch, call, out, plan, *workspace))
+    launch_cache.launch(EXPERTS, call, plan, launches, [out], key=(plan, x.device, sizes, types))
 
 
 # ------------------------------------------------------------------------------------------------------------- the portable kernel
 
 
 def _run_portable(call: ExpertsCall, out: torch.Tensor) -> None:
-    x, weight, ids, gates, _, _ = call
+    x, weight, ids, gates, _, _ = call[:6]
     tokens, top_k = ids.shape
     step = tokens if gates is None else tokens_at_once(weight.shape[1], top_k)
     for first in range(0, tokens, step):

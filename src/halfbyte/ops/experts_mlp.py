@@ -5,7 +5,7 @@ experts_linear(experts_linear(x, up, ids, activation), down, ids, gates)
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from halfbyte.arguments import check_tensor
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
 from halfbyte.ops import experts_linear as one
-from halfbyte.ops._library import define
+from halfbyte.ops.declare import Op
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, weight_of
 
@@ -41,23 +41,29 @@ def experts_mlp(
 
     Raises `InvalidArgument` naming the argument at fault.
     """
-    kind, *constants = activation
-    y: torch.Tensor = _op(
-        *(x, up.parts, down.parts, ids, gates, up.bias, down.bias, up.format, down.format),
-        *(kind, constants, one.level_of("auto", x)),
-    )
+    y: torch.Tensor = EXPERTS_MLP(MlpCall(x, up, down, ids, gates, activation, one.level_of("auto", x)))
     return y
 
 
-def _calls(*flat: Any) -> tuple[ExpertsCall, ExpertsCall]:
-    """Both calls that the op's arguments are; the second one's x is to come."""
-    x, up, down, ids, gates, up_bias, down_bias, up_format, down_format, kind, constants, _ = flat
-    first = ExpertsCall(x, Projection(up, up_format).weight(), ids, None, up_bias, Activation(kind, *constants))
-    return first, ExpertsCall(x, Projection(down, down_format).weight(), ids, gates, down_bias)
+class MlpCall(NamedTuple):
+    """One call of `experts_mlp`: the declaration of the op."""
+
+    x: torch.Tensor
+    up: Projection
+    down: Projection
+    ids: torch.Tensor
+    gates: torch.Tensor
+    activation: Activation
+    impl: str
+
+    def projections(self) -> tuple[ExpertsCall, ExpertsCall]:
+        """Both as calls of `experts_linear`; the second one's x is to come."""
+        up = ExpertsCall(self.x, self.up.weight(), self.ids, None, self.up.bias, self.activation, self.impl)
+        return up, ExpertsCall(self.x, self.down.weight(), self.ids, self.gates, self.down.bias, None, self.impl)
 
 
-def _run(*flat: Any) -> torch.Tensor:
-    up, down = _calls(*flat)
+def _run(call: MlpCall) -> torch.Tensor:
+    up, down = call.projections()
     one.check_call(up)
     (experts, rows, _), (_, features, inner) = up.weight.shape, down.weight.shape
     check(down.weight.shape[0] == experts, f"down has {down.weight.shape[0]} experts; up has {experts}")
@@ -65,16 +71,12 @@ def _run(*flat: Any) -> torch.Tensor:
     check_tensor("gates", down.gates, tuple(up.ids.shape), device=up.x.device)
     if down.bias is not None:
         check_tensor("the bias of down", down.bias, (experts, features), device=up.x.device)
-    return one.run_both(up, down, flat[-1])
+    return one.run_both(up, down)
 
 
-def _fake(*flat: Any) -> torch.Tensor:
-    return _calls(*flat)[1].new_result()
+def _fake(call: MlpCall) -> torch.Tensor:
+    return call.projections()[1].new_result()
 
 
-_op = define(
-    "experts_mlp(Tensor x, Tensor[] up, Tensor[] down, Tensor ids, Tensor gates, Tensor? up_bias, Tensor? down_bias, "
-    "str up_format, str down_format, str activation, float[] constants, str level) -> Tensor",
-    _run,
-    _fake,
-)
+EXPERTS_MLP = Op("experts_mlp", MlpCall)
+EXPERTS_MLP.register(_run, _fake)

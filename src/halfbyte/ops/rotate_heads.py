@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from halfbyte.arguments import check_tensor
-from halfbyte.ops._library import define, level
+from halfbyte.ops._library import level
+from halfbyte.ops.declare import Op
 from halfbyte.reference.hadamard import block_size, rotate
 
 #: What the kernel reads: it adds up in 32 bits.
 _KNOWN = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _run(x: torch.Tensor, level: str) -> torch.Tensor:
-    if level != "triton" or x.dtype not in _KNOWN or not x.numel():
+class RotateCall(NamedTuple):
+    """One call of `rotate_heads`: the declaration of the op."""
+
+    x: torch.Tensor
+    impl: str
+
+
+def _run(call: RotateCall) -> torch.Tensor:
+    x, impl = call
+    if impl != "triton" or x.dtype not in _KNOWN or not x.numel():
         wide = x if x.dtype is torch.float64 else x.float()
         return rotate(wide).to(x.dtype).contiguous()
     from halfbyte.kernels.append.rotation import launch
@@ -24,11 +35,8 @@ def _run(x: torch.Tensor, level: str) -> torch.Tensor:
     return out
 
 
-def _fake(x: torch.Tensor, level: str) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-_op = define("rotate_heads(Tensor x, str level) -> Tensor", _run, _fake)
+ROTATE_HEADS = Op("rotate_heads", RotateCall)
+ROTATE_HEADS.register(_run, lambda call: torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device))
 
 
 def rotate_heads(x: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
@@ -39,5 +47,5 @@ def rotate_heads(x: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
     """
     check_tensor("x", x, ("B", "H", "L", "D"))
     block_size(x.shape[3])
-    rotated: torch.Tensor = _op(x, level("rotate_heads", impl, x.device))
+    rotated: torch.Tensor = ROTATE_HEADS(RotateCall(x, level("rotate_heads", impl, x.device)))
     return rotated

@@ -36,9 +36,9 @@ KINDS = ("silu", "gelu", "gelu_tanh")
 
 
 class ExpertsCall(NamedTuple):
-    """One call of `experts_linear`, made once from its arguments and passed on.
+    """One call of `experts_linear`, made once from its arguments and passed on: the declaration of the op.
 
-    x [T, K] or [T, top_k, K]; weight [E, N, K]; ids, gates [T, top_k]; bias [E, N].
+    x [T, K] or [T, top_k, K]; weight [E, N, K]; ids, gates [T, top_k]; bias [E, N]. impl: as requested, later the level that runs.
     """
 
     x: torch.Tensor
@@ -47,6 +47,7 @@ class ExpertsCall(NamedTuple):
     gates: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     activation: Activation | None = None
+    impl: str = "auto"
 
     def new_result(self) -> torch.Tensor:
         """Memory for [T, top_k, N], or N / 2 with an activation; with gates [T, N]."""
@@ -56,7 +57,7 @@ class ExpertsCall(NamedTuple):
 
 def experts_linear(call: ExpertsCall, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """x times the weight of expert ids[t, i], computed in `dtype`, returned in x's dtype; an id out of range gives zeros."""
-    x, weight, ids, _, bias, _ = call
+    x, weight, ids, _, bias, _ = call[:6]
     rows = x.to(dtype) if x.ndim == 3 else x.to(dtype).unsqueeze(1).expand(-1, ids.shape[1], -1)
     y = rows.new_zeros(*ids.shape, weight.shape[1])
     for expert in hit(call):

@@ -326,7 +326,7 @@ def promise(call: ExpertsCall) -> Callable[[torch.Tensor], Accuracy]:
 
 def _in_16_bits(call: ExpertsCall) -> torch.Tensor:
     """What eager torch makes of the dequantized experts, one by one, each step rounded to x's dtype."""
-    x, weight, ids, gates, bias, activation = call
+    x, weight, ids, gates, bias, activation = call[:6]
     rows = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
     y = rows.new_zeros(*ids.shape, weight.shape[1])
     for expert in hit(call):

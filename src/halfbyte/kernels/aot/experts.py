@@ -92,9 +92,9 @@ def configurations() -> Iterator[Configuration]:
         problem = _problem(call)
         plan = tuned_experts(problem._replace(ids_early=problem.gated), H200, use_pdl=True)
         if isinstance(plan, ExpertsPlan):
-            given = (call.new_result(), plan, empty(1, dtype=torch.float32), empty(1))
-            full = _name("tuned-experts", name, tokens, call, options)
-            yield from recorded(full, partial(experts_mma.launch, call, *given), targets=(90,))
+            full, workspace = _name("tuned-experts", name, tokens, call, options), (empty(1, dtype=torch.float32), empty(1))
+            for launch in experts_mma.launches(call, plan, [call.new_result()], workspace):
+                yield from recorded(full, launch, targets=(90,))
 
 
 def _grouped() -> Iterator[Configuration]:

@@ -271,7 +271,7 @@ def launch(
     table: the pairs sorted by expert and where each expert's begin, int32, unless tiles.inline. `workspace` says how many
     partials and semaphores; those are zero, and zero again afterwards.
     """
-    x, stack, ids, gates, bias, activation = call
+    x, stack, ids, gates, bias, activation = call[:6]
     (tokens, top_k), (experts, features, width) = ids.shape, stack.shape
     spec = ExpertsSpec(
         *(tiles.block_n, tiles.block_m, tiles.block_k, tiles.num_stages, width % tiles.block_k == 0, tiles.fold),

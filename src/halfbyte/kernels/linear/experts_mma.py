@@ -19,17 +19,18 @@ floating-point atomics. A pair whose id is no expert gets zeros and counts nothi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_rows, fetch_scales, make_pool, rows_at
-from halfbyte.kernels.linear.experts_sum import add_pairs
+from halfbyte.kernels.linear.experts_sum import sum_of_pairs
 from halfbyte.kernels.linear.experts_table import block_at, entry, sort_pairs
 from halfbyte.kernels.linear.mma import keep_partial, sum_partials, tile_sums
 from halfbyte.kernels.linear.multiply import multiply
@@ -302,30 +303,19 @@ def stacked(call: ExpertsCall, rows: torch.Tensor) -> Weights:
     )
 
 
-def launch(
-    call: ExpertsCall,
-    out: torch.Tensor,
-    plan: ExpertsPlan,
-    workspace: torch.Tensor,
-    semaphores: torch.Tensor,
-    compiled: Any = None,
-) -> Any:
-    """Launch on the current stream, compiling if need be; returns what was compiled.
+def launches(
+    call: ExpertsCall, plan: ExpertsPlan, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]
+) -> list[Launch]:
+    """The launch of a plan, and with gates that of their sum.
 
     x [T, K] or [T * top_k, K], less than 2^31 bytes, its row stride a multiple of 16; the rest contiguous, codes, scales and zero
-    points aligned to 16 bytes. out: as `kernels.linear.experts.launch`. workspace: plan.floats fp32; semaphores:
-    plan.counters int32, zero before and after. compiled: what an earlier launch of the same types, alignments and sizes (but for
-    T and E) returned; the JIT is bypassed then.
+    points aligned to 16 bytes. The result: as `out` of `kernels.linear.experts.launch`. workspace: plan.floats fp32; plan.counters
+    int32, zero before and after.
     """
-    x, stack, ids, gates, _, _ = call
-    spec, (experts_count, _, width) = plan.spec, stack.shape
-    rows = out if gates is None else workspace[plan.partials :]
-    arguments = (x, ids, workspace, semaphores, ids.shape[0], experts_count, width, x.stride(0), stacked(call, rows))
-    made, added = compiled or (None, None)
-    if made is not None:
-        made[plan.programs, 1, 1](*arguments, spec)
-    else:
-        made = experts[(plan.programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=plan.registers)
-    if gates is not None:
-        added = add_pairs(rows, ids, gates, out, experts_count, spec.use_pdl, added)
-    return made, added
+    x, stack, ids, gates, _, _ = call[:6]
+    spec, (experts_count, _, width), (out,), (floats, counters) = plan.spec, stack.shape, results, workspace
+    rows = out if gates is None else floats[plan.partials :]
+    arguments = (x, ids, floats, counters, ids.shape[0], experts_count, width, x.stride(0), stacked(call, rows), spec)
+    options = {"num_warps": spec.warps, "launch_pdl": spec.use_pdl, "maxnreg": plan.registers}
+    product = Launch(experts, (plan.programs,), arguments, options)
+    return [product] if gates is None else [product, sum_of_pairs(rows, ids, gates, out, experts_count, spec.use_pdl)]

@@ -91,7 +91,7 @@ def combine(call: ExpertsCall, y: torch.Tensor, place: torch.Tensor | None, firs
 
     place: where the pairs of ids went; None: ids are sorted, too.
     """
-    _, stack, ids, gates, bias, activation = call
+    _, stack, ids, gates, bias, activation = call[:6]
     rows, experts, features = out.numel() // out.shape[-1], stack.shape[0], out.shape[-1] * (1 if activation is None else 2)
     spec = CombineSpec(_WIDTH, ids.numel() // rows, activation, INTERPRETED)
     _combine[(triton.cdiv(rows, _ROWS), triton.cdiv(y.shape[1], _WIDTH))](

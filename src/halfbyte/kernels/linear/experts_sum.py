@@ -11,12 +11,12 @@ would have to wait for all others to be done with it, and few programs would add
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.common.launch import Launch
 
 #: Warps of a program; a thread adds four neighbours.
 _WARPS = 2
@@ -60,24 +60,15 @@ def weighted_sums(
     gl.store(out + (token.to(gl.int64) * N + n), total.to(out.dtype.element_ty), mask=n < N)
 
 
-def add_pairs(
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    gates: torch.Tensor,
-    out: torch.Tensor,
-    experts: int,
-    use_pdl: bool,
-    compiled: Any = None,
-) -> Any:
-    """Launch on the current stream behind what writes `rows`, compiling if need be; returns what was compiled.
+def sum_of_pairs(
+    rows: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, experts: int, use_pdl: bool
+) -> Launch:
+    """The launch behind the one that writes `rows`.
 
     rows: fp32, T * top_k rows of out's N; ids, gates [T, top_k] and out [T, N] contiguous. use_pdl: it may start ahead of the end
-    of that launch. compiled: what an earlier launch of the same types, alignments, N and top_k returned.
+    of that launch.
     """
     (tokens, features), top_k = out.shape, ids.shape[1]
     grid = (-(-features // (128 * _WARPS)), tokens)
-    arguments, constants = (rows, ids, gates, out, experts, features), (top_k, min(top_k, 8), use_pdl)
-    if compiled is not None:
-        compiled[(*grid, 1)](*arguments, *constants)
-        return compiled
-    return weighted_sums[grid](*arguments, *constants, num_warps=_WARPS, launch_pdl=use_pdl)
+    arguments = (rows, ids, gates, out, experts, features, top_k, min(top_k, 8), use_pdl)
+    return Launch(weighted_sums, grid, arguments, {"num_warps": _WARPS, "launch_pdl": use_pdl})
