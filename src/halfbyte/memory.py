@@ -196,8 +196,16 @@ def weight_or_plain(name: str) -> Format | None:
 
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
-    from halfbyte.hf.layer_options import layer_formats
-    from halfbyte.hf.model_support import ATTENTION, STATES, check_model_support, head_dims, kv_heads, layer_types, text_config
+    from halfbyte.hf.model_support import (
+        ATTENTION,
+        STATES,
+        check_model_support,
+        head_dims,
+        kv_heads,
+        layer_formats,
+        layer_types,
+        text_config,
+    )
 
     check_model_support(config)
     text, kinds = text_config(config), layer_types(text_config(config))

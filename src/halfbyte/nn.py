@@ -156,7 +156,7 @@ class QuantLinear(QuantLayer):
     out_features: int
     #: transformers: under tensor parallelism hand over local shards. Without it TP runs and gives wrong numbers.
     _hf_quantized_needs_local_tp = True
-    #: How transformers shares the layer out over ranks (`hf/parallel.py`); out_features and in_features stay those of the whole.
+    #: How transformers shares the layer out over ranks (`hf/weights.py`); out_features and in_features stay those of the whole.
     parallel_style: str | None = None
 
     def __init__(self, weight: QuantTensor, bias: torch.Tensor | None = None) -> None:

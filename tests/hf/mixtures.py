@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from halfbyte.experts import QuantExperts
-from halfbyte.hf.called_experts import SortedExperts
+from halfbyte.hf.mixtures import SortedExperts
 from halfbyte.nn import QuantLinear
 
 

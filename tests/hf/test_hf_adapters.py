@@ -9,7 +9,7 @@ import torch
 
 import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
-from halfbyte.hf.adapters import register_lora
+from halfbyte.hf.quantization_config import register_lora
 from halfbyte.nn import FusedProjections, QuantLinear
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed; pip install peft", exc_type=ImportError)

@@ -23,7 +23,7 @@ from checkpoint_files import Drawn, draw, gptq
 from halfbyte.checkpoints.experts import joined, stack
 from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.experts import QuantExperts
-from halfbyte.hf.footprint import footprint, resident_peak
+from halfbyte.hf.quantize_model import footprint, resident_peak
 from halfbyte.hf.weights import ROUTERS, packed_share, targets
 from halfbyte.reference.quantize import quantize
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import halfbyte.hf as hf
-from halfbyte.hf.key_bias import key_biases
+from halfbyte.hf.attention_weights import key_biases
 
 
 def _with_bias(model, layer: int, size: float):

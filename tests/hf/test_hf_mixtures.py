@@ -19,8 +19,17 @@ import halfbyte
 import halfbyte.hf as hf
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
-from halfbyte.hf.called_experts import Called, RowsOfAll, SortedExperts, WithIdentities
-from halfbyte.hf.mixtures import fusible, is_concatenated, projections, unread_experts, use_experts
+from halfbyte.hf.mixtures import (
+    Called,
+    RowsOfAll,
+    SortedExperts,
+    WithIdentities,
+    fusible,
+    is_concatenated,
+    projections,
+    unread_experts,
+    use_experts,
+)
 from halfbyte.hf.quantizer import HalfbyteConfig, HalfbyteQuantizer
 from halfbyte.hf.weights import packed_share, replace, select, targets
 from halfbyte.memory import quantized_bytes

@@ -22,8 +22,8 @@ import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.hf.parallel import WHOLE, part_styles, update_plan
 from halfbyte.hf.quantization_config import mark_quantized
+from halfbyte.hf.weights import WHOLE, part_styles, update_plan
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor

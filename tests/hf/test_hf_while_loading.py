@@ -12,7 +12,7 @@ from tiny_models import FAMILIES
 
 import halfbyte.hf as hf
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.hf.while_loading import QuantizeWhileLoading
+from halfbyte.hf.quantizer import QuantizeWhileLoading
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.paths import shipped_model
 

@@ -9,7 +9,7 @@ REFERENCE, DEQUANTIZE, CPU = "reference/experts.py", "reference/dequantize.py", 
 KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
 SORT = "kernels/linear/experts_sort.py"
 PROMPT, ROWS, BLOCKS = "kernels/linear/experts_prompt.py", "kernels/dequantize.py", "ops/_experts_prompt.py"
-CALLED, FP8, EXTERNAL = "hf/called_experts.py", "checkpoints/fp8.py", "hf/external.py"
+CALLED, FP8, EXTERNAL = "hf/mixtures.py", "checkpoints/fp8.py", "hf/external.py"
 TUNED, TABLE, SUM, GROUPED = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum", "wgmma"))
 
 experts = tests_of("test_experts.py")
@@ -279,14 +279,14 @@ EXPERTS = [
     ),
     Mutant(
         "gate projections come before up projections",
-        "hf/stored_names.py",
+        "hf/external.py",
         "StoredNames._canonical",
         Rewrite("alternate(_r)", "_r"),
         fp8("test_as_transformers_multiplies_out[qwen3_moe-int4_g32]"),
     ),
     Mutant(
         "blocks that the model has are left out",
-        "hf/stored_names.py",
+        "hf/external.py",
         "StoredNames.is_dropped",
         Rewrite("not self.has(_n)", "True"),
         fp8("test_a_block_of_that_number_is_read"),

@@ -278,7 +278,7 @@ STATE = [
     ),
     Mutant(
         "values that are rotated already rotated back",
-        "hf/value_rotation.py",
+        "hf/attention_weights.py",
         "layers_to_rotate",
         Rewrite("getattr(_m.config, SAVED, False)", "False"),
         tests_of("hf/test_hf_value_rotation.py")("test_it_is_saved_and_done_once"),

@@ -31,9 +31,8 @@ from halfbyte.formats import key_format, plain_format, value_format, weight_form
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load as load_folder
 from halfbyte.hf.graph_generate import generate
-from halfbyte.hf.layer_options import layer_formats
 from halfbyte.hf.mixtures import expert_stacks, unread_experts
-from halfbyte.hf.model_support import ATTENTION, half_type, layer_types, layer_window, text_config
+from halfbyte.hf.model_support import ATTENTION, half_type, layer_formats, layer_types, layer_window, text_config
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.recorded_step import kept_steps, release
 from halfbyte.hf.weights import check_fits, find_lm_head, select

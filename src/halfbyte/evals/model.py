@@ -59,7 +59,7 @@ def write(
 
 def _check_room(model: Any, setting: Setting, prompt: int, tokens: int) -> None:
     """Refuse more tokens than a cache can count or this device's memory can hold, which would kill the process."""
-    from halfbyte.hf.layer_options import BUCKET
+    from halfbyte.hf.model_support import BUCKET
 
     check(0 < tokens < 2**31 - prompt - BUCKET, f"tokens={tokens}; expected at least 1, and with the prompt's {prompt} below 2^31")
     nbytes = packed_layers(model.config, setting.keys, setting.values, setting.skip_layers).nbytes(1, prompt + tokens)

@@ -305,7 +305,7 @@ def with_weights(
 ) -> Any:
     """The model itself for 16 bits, else a copy with quantized weights, or ones that rotate values, if these can."""
     from halfbyte import hf
-    from halfbyte.hf.value_rotation import unfolded
+    from halfbyte.hf.attention_weights import unfolded
 
     rotate_values = rotate_values and not unfolded(model)
     if weights is lm_head is None and not rotate_values:
@@ -326,9 +326,9 @@ def kv_bytes_per_token(model: Any, setting: Setting) -> float:
 
 def cache_for(model: Any, setting: Setting, capacity: int) -> Any:
     """A packed cache of the setting for a model with the setting's weights. It rotates values where the weights cannot."""
+    from halfbyte.hf.attention_weights import unfolded
     from halfbyte.hf.cache import PackedCache
     from halfbyte.hf.model_support import check_continues
-    from halfbyte.hf.value_rotation import unfolded
 
     check_continues(model)
     rotate_values = setting.rotate_values and bool(unfolded(model))

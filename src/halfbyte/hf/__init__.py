@@ -14,11 +14,11 @@ from halfbyte.errors import require
 require("transformers", "halfbyte.hf")
 
 from halfbyte.hf.attention import NAME, register
+from halfbyte.hf.attention_weights import KeyBiasWarning, key_biases
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save
 from halfbyte.hf.every_forward import packed_forwards
 from halfbyte.hf.graph_generate import generate
-from halfbyte.hf.key_bias import KeyBiasWarning, key_biases
 from halfbyte.hf.mixtures import register as register_experts
 from halfbyte.hf.model_support import REFUSED
 from halfbyte.hf.quantization_config import HalfbyteConfig

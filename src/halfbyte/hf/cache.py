@@ -13,8 +13,18 @@ from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, 
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import PackedLayer, cache_layer, state_bytes
 from halfbyte.hf.drafts import Chunk, Drafts
-from halfbyte.hf.layer_options import BUCKET, layer_formats, layer_rotations, layer_windows
-from halfbyte.hf.model_support import check_model_support, half_type, head_dims, kv_heads, layer_types, text_config
+from halfbyte.hf.model_support import (
+    BUCKET,
+    check_model_support,
+    half_type,
+    head_dims,
+    kv_heads,
+    layer_formats,
+    layer_rotations,
+    layer_types,
+    layer_windows,
+    text_config,
+)
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl

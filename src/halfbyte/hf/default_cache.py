@@ -17,7 +17,7 @@ from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, warn_
 from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import KeptOptions
-from halfbyte.hf.layer_options import BUCKET
+from halfbyte.hf.model_support import BUCKET
 from halfbyte.hf.quantization_config import HalfbyteConfig
 
 #: The entry of config.json that holds the settings.

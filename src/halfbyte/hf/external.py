@@ -2,28 +2,215 @@
 
 transformers would ask for the library that wrote them, so it never sees their `quantization_config`: the layers are converted first
 (`halfbyte.checkpoints`), and the model is built from the converted tensors as if halfbyte had saved them.
+
+Names go through transformers' own renamings and conversions. A quantized layer is placed as its `weight` in 16 bits would be. What
+transformers does to a weight while it loads moves rows: it stacks experts, and joins, splits or permutes projections. So the same
+conversions run on numbers of rows in place of weights, and say which row of which stored layer each row of the model is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from halfbyte.checkpoints.adapters import Checkpoint
-from halfbyte.checkpoints.experts import joined, stack
+from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, joined, stack
 from halfbyte.checkpoints.layer import UNUSED, Adapter, Expanded, StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_tensor
-from halfbyte.errors import CheckpointError, warn_once
-from halfbyte.hf.mixtures import in_order
+from halfbyte.errors import CheckpointError, Unsupported, warn_once
+from halfbyte.hf.mixtures import alternate, in_order, is_concatenated
 from halfbyte.hf.model_support import read_config
 from halfbyte.hf.quantization_config import HalfbyteConfig
-from halfbyte.hf.stored_names import Source, StoredNames
-from halfbyte.hf.weights import check_fits, select, targets, warn_about_rest
+from halfbyte.hf.weights import Target, check_fits, select, targets, warn_about_rest
 from halfbyte.tensors import QuantTensor
+
+#: Names of layers that guess tokens after the next one, which few models of transformers have.
+DRAFTS = re.compile(r"(^|\.)mtp(_|\.)")
+
+
+@dataclass
+class Source:
+    """Stored layers that one conversion reads.
+
+    first      the name of the parameter that it gives, or of the first one
+    converter  None where a layer is a weight of the model as it is
+    layers     source pattern of the converter -> stored layers, in the order of experts
+    width      in features of all of them
+    sizes      out features of each, in order
+    """
+
+    first: str
+    converter: WeightConverter | None
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    width: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return [layer for layers in self.layers.values() for layer in layers]
+
+    def pieces(self, rows: torch.Tensor) -> tuple[list[str], torch.Tensor]:
+        """Rows of all layers one below the other -> the layers that hold them, and the same rows of those alone."""
+        ends = torch.tensor([*self.sizes.values()]).cumsum(0)
+        numbers = torch.searchsorted(ends, rows, right=True)
+        used, places = numbers.unique(return_inverse=True)
+        sizes = torch.tensor([*self.sizes.values()])
+        shift = (sizes[used].cumsum(0) - sizes[used]) - (ends[used] - sizes[used])
+        return [self.names[number] for number in used.tolist()], rows + shift[places]
+
+
+class StoredNames:
+    """Names in the files of a model -> names of the model."""
+
+    def __init__(self, model: Any, targets: Mapping[str, Target], plain: Iterable[str], rows_of: Callable[[str, int], int]) -> None:
+        """targets  the weights of `model` that may be quantized
+        plain    the tensors of the files that are not quantized
+        rows_of  (a stored layer, its in features) -> its out features, unchecked
+        """
+        mapping = get_model_conversion_mapping(model)
+        self._model, self._targets, self._rows_of = model, targets, rows_of
+        self._renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+        own = [step for step in mapping if isinstance(step, WeightConverter)]
+        guessed = _experts_one_by_one(targets)
+        self._converters = [*own, *guessed]
+        self._by_pattern = {pattern: step for step in reversed(self._converters) for pattern in step.source_patterns}
+        self._guessed = {id(step) for step in guessed}
+        self._state = model.state_dict()
+        # In transformers' order, since some renamings depend on the names that came before.
+        self._places = {name: self._place(name) for name in sorted(plain, key=dot_natural_key)}
+        self._ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+    def parameter(self, name: str) -> str:
+        """The model's name of a tensor of the files, or of the first one that it becomes a part of."""
+        return (self._places.get(name) or self._place(name))[0]
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of the files belongs to the model."""
+        return self.parameter(name) in self._state
+
+    def is_dropped(self, name: str) -> bool:
+        """Whether the model lacks what a tensor is of, and transformers leaves it out: layers that guess further tokens."""
+        named = DRAFTS.search(name) or any(pattern.search(name) for pattern in self._ignored)
+        return bool(named) and not self.has(name)
+
+    def sources(self, layers: Iterable[str]) -> list[Source]:
+        """Quantized layers of the files, by what they are put together to."""
+        found: dict[str, Source] = {}
+        for layer in sorted(layers, key=dot_natural_key):
+            first, pattern = self._place(f"{layer}.weight")
+            converter = None if pattern is None else self._by_pattern[pattern]
+            source = found.setdefault(first, Source(first, converter))
+            if converter is not source.converter or (converter is None and source.layers):
+                raise CheckpointError(f"{layer} and {source.names[0]} are both in the files, and both are {first} of the model")
+            source.layers.setdefault(pattern or "", []).append(layer)
+        return list(found.values())
+
+    def rows(self, source: Source) -> dict[str, torch.Tensor]:
+        """{name of a target: for each of its rows, the row of the source's layers, one below the other}: [N], or [E, N] of experts.
+
+        Sets the sizes of the source, and raises unless the targets have as many rows.
+        """
+        name = source.first.removesuffix(".weight")
+        target = self.target(name, source)
+        source.width = target.shape[-1]
+        if source.converter is None:
+            source.sizes = {source.names[0]: target.shape[0]}
+            return {name: torch.arange(target.shape[0])}
+        self._check_experts(source, target)
+        source.sizes = {layer: self._rows_of(layer, source.width) for layer in source.names}
+        count = sum(source.sizes.values())
+        if count > sum(math.prod(other.shape[:-1]) for other in self._targets.values()):
+            raise CheckpointError(f"{_some(source.names)} have {count} rows, more than the model")
+        numbers = iter(torch.arange(count).unsqueeze(1).split([*source.sizes.values()]))
+        step = copy.deepcopy(source.converter)
+        for pattern, layers in source.layers.items():
+            for layer in layers:
+                step.add_tensor(source.first, f"{layer}.weight", pattern, next(numbers))
+        try:
+            converted = step.convert(source.first, model=self._model, config=self._model.config)
+        except Exception as error:  # whatever transformers meets where sizes do not fit
+            raise CheckpointError(f"{source.first} cannot be put together from {_some(source.names)}: {error}") from error
+        return dict(self._canonical(name.removesuffix(".weight"), t, source) for name, t in converted.items())
+
+    def target(self, name: str, source: Source) -> Target:
+        """The weight of the model that a name stands for."""
+        target = self._targets.get(name)
+        if target is None:
+            family = type(self._model).__name__
+            raise Unsupported(f"{_some(source.names)}: {family} has no linear layer {name!r} for it")
+        if 0 in target.shape:
+            raise CheckpointError(f"{source.names[0]}: config.json gives its weight the shape {list(target.shape)}")
+        return target
+
+    def _place(self, name: str) -> tuple[str, str | None]:
+        """(parameter, source pattern of a converter), as transformers finds them."""
+        prefix = self._model.base_model_prefix
+        found = rename_source_key(name, self._renamings, self._converters, prefix, self._state)
+        if found[0] not in self._state and name in self._state:
+            found = rename_source_key(name, [], [], prefix, self._state)
+        return found  # type: ignore[no-any-return]
+
+    def _check_experts(self, source: Source, target: Target) -> None:
+        """Raise unless every expert of a mixture is there."""
+        assert source.converter is not None
+        if len(target.shape) < 3 or not {type(step) for step in source.converter.operations} <= {MergeModulelist, Concatenate}:
+            return
+        for pattern in source.converter.source_patterns:
+            experts = {int(place[2]): place[0] for layer in source.layers.get(pattern, ()) if (place := EXPERT.fullmatch(layer))}
+            if experts and max(experts) >= len(getattr(target.owner, target.projection)):
+                raise CheckpointError(
+                    f"{experts[max(experts)]} is in the files; config.json gives the mixture {target.shape[0]} experts"
+                )
+            if missing := sorted({*range(target.shape[0])} - {*experts}):
+                raise CheckpointError(
+                    f"{source.first}: expert {missing[0]} is missing or not quantized; experts are read as a whole"
+                )
+
+    def _canonical(self, name: str, numbers: Any, source: Source) -> tuple[str, torch.Tensor]:
+        """(target, its rows), checked, with gate and up rows in turn."""
+        tensor = numbers[0] if isinstance(numbers, list) else numbers
+        target = self.target(name, source)
+        rows = (tensor if tensor.shape[-1] == 1 else tensor.mT)[..., 0]
+        if target.projection:  # LongCat has rows of identities behind its experts, which nothing reads
+            rows = rows[: target.shape[0]]
+        if rows.shape != target.shape[:-1]:
+            raise CheckpointError(
+                f"{_some(source.names)} make {name} of {list(rows.shape)} rows; the model has {list(target.shape[:-1])}"
+            )
+        joined = target.projection == "gate_up_proj" and (id(source.converter) in self._guessed or is_concatenated(target.owner))
+        return name, alternate(rows) if joined else rows
+
+
+def _experts_one_by_one(targets: Mapping[str, Target]) -> Iterator[WeightConverter]:
+    """Conversions for files with one expert a tensor, under the usual names, where transformers knows stacks alone."""
+    tails = {(".".join(name.split(".")[-3:-1]), target.projection) for name, target in targets.items() if target.projection}
+    for tail, projection in sorted(tails):
+        every = rf"{re.escape(tail)}.*."
+        both = projection == "gate_up_proj"
+        for names in zip(GATE, UP, strict=True) if both else ((name,) for name in (DOWN if projection == "down_proj" else UP)):
+            steps = [MergeModulelist(dim=0), Concatenate(dim=1)] if both else [MergeModulelist(dim=0)]
+            yield WeightConverter([f"{every}{name}.weight" for name in names], f"{tail}.{projection}", steps)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if names[3:] else "")
 
 
 def from_state(kind: Any, folder: Path, config: Any, state: dict[str, Any], dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:

@@ -27,7 +27,7 @@ from torch import nn
 
 from halfbyte.hf.attention import CACHE, attention
 from halfbyte.hf.model_support import blocks, layer_window
-from halfbyte.hf.parallel import all_agree, all_reduce_of, partial_layer
+from halfbyte.hf.weights import all_agree, all_reduce_of, partial_layer
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.all_reduce import AllReduce

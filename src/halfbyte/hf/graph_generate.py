@@ -34,8 +34,8 @@ from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.lookup import MOST_DRAFTS, LookupForward
 from halfbyte.hf.model_support import rotations_by_length
-from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.recorded_step import Forward, keep_step, take_step
+from halfbyte.hf.weights import ranks_of
 
 #: Steps between two looks at whether all sequences have finished; with drafts, which make fewer and longer steps.
 EVERY, EVERY_LOOKUP = 8, 2

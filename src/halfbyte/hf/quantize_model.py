@@ -1,30 +1,105 @@
-"""`halfbyte.hf.quantize`: quantize the weights and the KV cache of a transformers model, in place."""
+"""`halfbyte.hf.quantize`: quantize the weights and the KV cache of a transformers model in place, and tell its memory on stderr."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
+from transformers.utils import logging
 
 from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
+from halfbyte.hf.attention_weights import check_key_bias, layers_to_rotate, rotate_values_of, unfolded
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
-from halfbyte.hf.footprint import reports_footprint
-from halfbyte.hf.key_bias import check_key_bias
-from halfbyte.hf.layer_options import layer_formats, layer_rotations, layer_windows
-from halfbyte.hf.model_support import check_model_support, half_type, inner_model, model_sizes, text_config
+from halfbyte.hf.model_support import (
+    check_model_support,
+    half_type,
+    inner_model,
+    layer_formats,
+    layer_rotations,
+    layer_windows,
+    model_sizes,
+    text_config,
+)
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
-from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of, unfolded
-from halfbyte.hf.weights import find_lm_head, quantize_modules, select
-from halfbyte.nn import QuantLinear
+from halfbyte.hf.weights import check_fits, check_loaded, find_lm_head, packed_share, quantize_modules, select
+from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
+
+P = ParamSpec("P")
+ModelT = TypeVar("ModelT")
+
+#: Whether a decorated function is running: of nested ones only the outermost reports.
+_REPORTING: ContextVar[bool] = ContextVar("_REPORTING", default=False)
+
+
+def reports_footprint(make: Callable[P, ModelT]) -> Callable[P, ModelT]:
+    """Decorator of functions that return a model: print its memory on stderr, if transformers shows progress bars.
+
+    Nothing is printed for a model without quantized weights.
+    """
+
+    @functools.wraps(make)
+    def reporting(*args: P.args, **kwargs: P.kwargs) -> ModelT:
+        if _REPORTING.get():
+            return make(*args, **kwargs)
+        token = _REPORTING.set(True)
+        try:
+            model = make(*args, **kwargs)
+        finally:
+            _REPORTING.reset(token)
+        if logging.is_progress_bar_enabled() and (line := footprint(model)):
+            print(line, file=sys.stderr, flush=True)
+        return model
+
+    return reporting
+
+
+def footprint(model: Any) -> str:
+    """Bytes of a model's parameters and buffers, the share of them that is packed, and the peaks of memory; "" without any packed.
+
+    Peaks are those of the process so far: torch's allocator on each GPU of the model, and resident memory.
+    """
+    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    packed = {id(p): p for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
+    if not packed or all(t.is_meta for t in packed.values()):  # a rehearsal on the meta device takes nothing
+        return ""
+    total, inside = (sum(t.nbytes for t in tensors.values()) for tensors in ({**held, **packed}, packed))
+    return (
+        f"halfbyte: {type(model).__name__} takes {_size(total)}, {inside / total:.1%} of it packed ({packed_share(model):.1%} of "
+        f"its weights); peak memory of this process: {', '.join(_peaks(model))}"
+    )
+
+
+def _peaks(model: nn.Module) -> list[str]:
+    devices = {t.device for t in model.parameters() if t.is_cuda}
+    found = [f"{_size(torch.cuda.max_memory_allocated(d))} on {d}" for d in sorted(devices, key=str)]
+    return [*found, f"{_size(peak)} on the host" if (peak := resident_peak()) else "unknown on the host"]
+
+
+def resident_peak() -> int | None:
+    """Peak resident memory of this process in bytes; None where the system does not report it (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.4g} GB"
 
 
 @reports_footprint
@@ -71,60 +146,147 @@ def quantize(
 
     On an error the model is unchanged.
     """
-    _check_model(model)
-    inner = inner_model(model)
-    quantized = any(isinstance(m, QuantLinear) for m in model.modules())
-    if weights is keys is values is plan is lm_head is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
-        keys, values = KEYS, VALUES
-        if not (quantized or _held_quantizer(inner)):
-            weights, clip = WEIGHTS, CLIP
-    for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
-        check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
-    check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
-    skip_modules = tuple(skip_modules)  # read more than once
-    check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
-    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), (sink_tokens, recent_tokens), plan)
-    check_about_weights(weights or lm_head, clip, skip_modules)
-    for fmt in (weights, lm_head):
-        if fmt is not None:
-            check_clip(clip, weight_format(fmt))
-    _check_weights_are_plain(inner, weights, lm_head, skip_modules)
-    check(isinstance(rotate_values, bool), f"rotate_values={rotate_values!r}; expected True or False")
-    by_cache = rotate_values and settings is not None and bool(unfolded(inner))
-    to_rotate = layers_to_rotate(inner) if rotate_values and not by_cache else []
-    settings = replace(settings, rotate_values=True) if settings is not None and by_cache else settings
-    if settings is not None:
-        by_layer = [k for k, _ in _formats(inner, settings)]
-        check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
-    if to_rotate:
-        rotate_values_of(inner, to_rotate)
-    if weights is not None or lm_head is not None:
-        before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
-        kept = before.modules if isinstance(before, HalfbyteConfig) else {}
-        mark_quantized(inner, {**kept, **quantize_modules(inner, weights, skip_modules, lm_head, clip)})
-    if fuse_qkv and not _fuse_qkv(inner):
-        warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
-    if fuse_gate_up and not _fuse_gate_up(inner):
-        warn_once("fuse_gate_up=True found no module with gate_proj and up_proj; nothing was fused")
-    if settings is not None:
-        use_packed_cache(inner, settings)
+    job = Quantization(model, {name: option for name, option in locals().items() if name != "model"})
+    job.quantize_weights()
+    job.finish()
     return model
 
 
-def check_about_weights(fmt: str | None, clip: str | None, skip_modules: Iterable[str]) -> None:
-    """Raise for options about weights of a call without a format of weights, which would not use them."""
-    for name, given in (("clip", clip), ("skip_modules", skip_modules)):
-        check(fmt is not None or not given, f"{name}={given!r} is about weights; name weights= as well, or leave it out")
+class Quantization:
+    """A call of `quantize` with its defaults, checked against the model. Making one changes nothing.
+
+    options   those of `quantize`, all of them
+    blocks    name -> weight, of those in the blocks that are to be quantized
+    head      the same of the output layer
+    cache     None where the cache stays transformers' own
+    rotated   (v_proj, o_proj) of layers that a rotation of values is folded into
+    """
+
+    def __init__(self, model: Any, options: Mapping[str, Any], *, loading: bool = False) -> None:
+        """loading: the model is empty, and its weights are about to be read."""
+        _check_model(model)
+        self.model = inner_model(model)
+        self.config = text_config(self.model)
+        self.options = options = self._with_defaults(options)
+        fmt, head = (None if options[name] is None else weight_format(options[name]) for name in ("weights", "lm_head"))
+        for name in ("clip", "skip_modules"):
+            given = options[name]
+            check(
+                not given or fmt is not None or head is not None,
+                f"{name}={given!r} is about weights; name weights= as well, or leave it out",
+            )
+        for each in (fmt, head):
+            if each is not None:
+                check_clip(options["clip"], each)
+        self.cache = self._cache_settings()
+        skips = self.options["skip_modules"]
+        self.head = {} if head is None else find_lm_head(self.model, head, skips)
+        if (fmt or head) and _held_quantizer(self.model):
+            _check_weights_are_plain(self.model, self.options)
+        self.blocks = {} if fmt is None else select(self.model, skips)
+        if fmt is not None:
+            check_fits(self.blocks, fmt)
+        if not loading:
+            check_loaded({**self.blocks, **self.head})
+        self.rotated: list[tuple[nn.Linear, nn.Linear]] = []
+        if options["rotate_values"]:
+            self._rotate_values(loading)
+        if self.cache is not None:
+            keys = [key for key, _ in self._formats(self.cache)]
+            check_key_bias(self.model, keys, layer_rotations(self.config, self.cache.rotate_keys, keys))
+
+    def quantize_weights(self) -> None:
+        """Fold the rotation, then quantize the weights: all, or, on any error, none."""
+        if self.rotated:
+            rotate_values_of(self.model, self.rotated)
+        pairs = ((self.blocks, self.options["weights"]), (self.head, self.options["lm_head"]))
+        chosen = {name: (target, weight_format(fmt)) for targets, fmt in pairs for name, target in targets.items()}
+        if self.options["weights"] is not None or chosen:
+            quantize_modules(self.model, chosen, self.options["clip"])
+            self.mark({name: fmt.name for name, (_, fmt) in chosen.items()})
+
+    def mark(self, modules: dict[str, str]) -> None:
+        """Say of the model which weights are quantized: name -> format, and those that were before."""
+        before = getattr(getattr(self.model, "hf_quantizer", None), "quantization_config", None)
+        mark_quantized(self.model, {**(before.modules if isinstance(before, HalfbyteConfig) else {}), **modules})
+
+    def finish(self) -> None:
+        """Fuse projections, and let `generate()` make packed caches."""
+        for name, fuse, parts in (
+            ("fuse_qkv", _fuse_qkv, "q_proj, k_proj and v_proj"),
+            ("fuse_gate_up", _fuse_gate_up, "gate_proj and up_proj"),
+        ):
+            if self.options[name] and not fuse(self.model):
+                warn_once(f"{name}=True found no module with {parts}; nothing was fused")
+        if self.cache is not None:
+            use_packed_cache(self.model, self.cache)
+
+    def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """All options, checked by themselves; formats where none is named."""
+        every = {**{p.name: p.default for p in [*inspect.signature(quantize).parameters.values()][1:]}, **options}
+        packed = any(isinstance(m, QuantLinear) for m in self.model.modules())
+        fused = packed and (every["fuse_qkv"] or every["fuse_gate_up"])
+        named = any(every[name] is not None for name in ("weights", "keys", "values", "plan", "lm_head"))
+        if not (named or every["rotate_values"] or fused):
+            every |= {"keys": KEYS, "values": VALUES}
+            every |= {} if packed or _held_quantizer(self.model) else {"weights": WEIGHTS, "clip": CLIP}
+        for name in ("fuse_qkv", "fuse_gate_up"):
+            fits = not every[name] or packed or every["weights"] is not None
+            check(fits, f"{name}=True needs quantized weights; pass weights= as well")
+        skips = every["skip_modules"]
+        check(not isinstance(skips, str), f"skip_modules={skips!r} is a string; pass a tuple: ({skips!r},)")
+        layers, rotate = every["skip_layers"], every["rotate_values"]
+        check(isinstance(layers, Iterable), f"skip_layers={layers!r}; pass the numbers of layers, such as (0, -1)")
+        check(isinstance(rotate, bool), f"rotate_values={rotate!r}; expected True or False")
+        return {**every, "skip_modules": tuple(skips), "skip_layers": tuple(layers)}
+
+    def _rotate_values(self, loading: bool) -> None:
+        """Fold the rotation into the weights where they can take it; where they cannot, the cache rotates values."""
+        if loading and (self.options["weights"] is not None or self.cache is None):
+            raise Unsupported("rotate_values changes 16-bit weights; load the model without, then call halfbyte.hf.quantize")
+        if self.cache is not None and unfolded(self.model):
+            self.cache = replace(self.cache, rotate_values=True)
+        else:
+            self.rotated = layers_to_rotate(self.model)
+
+    def _cache_settings(self) -> CacheSettings | None:
+        """Checked settings of the cache."""
+        keys, values, plan, rotate, skips = (self.options[x] for x in ("keys", "values", "plan", "rotate_keys", "skip_layers"))
+        window = (self.options["sink_tokens"], self.options["recent_tokens"])
+        if keys is values is plan is None:
+            check(
+                not (rotate or skips) and window == (0, 0),
+                "rotate_keys, sink_tokens, recent_tokens and skip_layers are about the KV cache; name keys= or values= as well",
+            )
+            return None
+        check_model_support(self.model)
+        if plan is not None:
+            fits = keys is values is None and not (rotate or skips)
+            check(fits, "plan sets formats, rotation and layers; leave these options out")
+            plan = read_plan(plan)
+            plan.check_model(model_sizes(self.config))
+            window = plan.exact_tokens(window)
+            settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, (), *window)
+        else:
+            plain = "fp16" if half_type(self.model) is torch.float16 else "bf16"
+            settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skips, *window)
+            each = layer_rotations(self.config, rotate, [key for key, _ in self._formats(settings)])
+            # One for all layers if they agree. Resolved, so that a saved model keeps its setting.
+            settings = replace(settings, rotate_keys=each[0] if len(set(each)) == 1 else each)
+        layer_windows(window, self._formats(settings))
+        check_can_read_packed(self.model)
+        return settings
+
+    def _formats(self, settings: CacheSettings) -> list[tuple[Format, Format]]:
+        """(key format, value format) of every layer, checked."""
+        return layer_formats(self.config, settings.keys, settings.values, settings.skip_layers, half_type(self.model))
 
 
-def _check_weights_are_plain(model: Any, weights: str | None, lm_head: str | None, skip_modules: Iterable[str]) -> None:
-    """Raise for a model whose weights are quantized, unless halfbyte quantized a part of them (gpt-oss) and the rest is left."""
-    if lm_head is not None:
-        find_lm_head(model, weight_format(lm_head), skip_modules)
-    if not _held_quantizer(model) or weights is lm_head is None:
-        return
+def _check_weights_are_plain(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise for weights that are quantized, unless halfbyte quantized a part of them (gpt-oss) and the rest is left."""
+    weights, lm_head = options["weights"], options["lm_head"]
     own = isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig)
-    if own and (weights is None or select(model, skip_modules)):
+    if own and (weights is None or select(model, options["skip_modules"])):
         return
     asked = f"lm_head={lm_head!r}" if weights is None else f"weights={weights!r}"
     named = getattr(model, "quantization_method", "unknown")
@@ -149,53 +311,9 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _cache_settings(
-    model: Any,
-    keys: str | Sequence[str] | None,
-    values: str | Sequence[str] | None,
-    rotate_keys: bool | Sequence[bool] | None,
-    skip_layers: tuple[int, ...],
-    window: tuple[int, int],
-    plan: CachePlan | str | os.PathLike[str] | None,
-) -> CacheSettings | None:
-    """Checked settings of the cache; None when the cache stays transformers' own."""
-    others = bool(rotate_keys or skip_layers)
-    if keys is None and values is None and plan is None:
-        check(
-            not others and window == (0, 0),
-            "rotate_keys, sink_tokens, recent_tokens and skip_layers are about the KV cache; name keys= or values= as well",
-        )
-        return None
-    check_model_support(model)
-    if plan is not None:
-        check(keys is None and values is None and not others, "plan sets formats, rotation and layers; leave these options out")
-        plan = read_plan(plan)
-        plan.check_model(model_sizes(text_config(model)))
-        window = plan.exact_tokens(window)
-        settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, (), *window)
-    else:
-        plain = "fp16" if half_type(model) is torch.float16 else "bf16"
-        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skip_layers, *window)
-        settings = replace(settings, rotate_keys=_rotations(model, rotate_keys, settings))
-    layer_windows(window, _formats(model, settings))
-    check_can_read_packed(model)
-    return settings
-
-
 def _hashable(given: Any) -> Any:
     """A list with one entry for each layer as a tuple, anything else as it is."""
     return tuple(given) if isinstance(given, list) else given
-
-
-def _rotations(model: Any, rotate_keys: Any, settings: CacheSettings) -> bool | tuple[bool, ...]:
-    """Which layers rotate keys, with None resolved, so that a saved model keeps its setting. One bool if all layers agree."""
-    each = layer_rotations(text_config(model), rotate_keys, [k for k, _ in _formats(model, settings)])
-    return each[0] if len(set(each)) == 1 else each
-
-
-def _formats(model: Any, settings: CacheSettings) -> list[tuple[Format, Format]]:
-    """(key format, value format) of every layer, checked."""
-    return layer_formats(text_config(model), settings.keys, settings.values, settings.skip_layers, half_type(model))
 
 
 def check_can_read_packed(model: Any) -> None:

@@ -6,6 +6,9 @@ config.json the weight format of every quantized module.
 Where halfbyte is not imported, transformers skips a quant_method that it does not know and makes up random weights. So the files
 also hold an empty tensor, of shape [0], under each weight's plain name (`layer.weight`, `experts.down_proj`): every loader that
 does not know halfbyte stops at its shape. The name of one more says what to do; such a loader prints it as unexpected.
+
+Of a 16-bit checkpoint transformers hands every tensor that needs it to a `ConversionOps`, one after the other. Each layer is
+replaced as soon as its weight has arrived, so the model is never whole in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,24 +19,101 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 
 from halfbyte.checkpoints.adapters import NOTICE, OWN, STOP
 from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
-from halfbyte.hf.adapters import register_lora
 from halfbyte.hf.attention import NAME
-from halfbyte.hf.called_experts import SortedExperts
 from halfbyte.hf.default_cache import saved_settings
-from halfbyte.hf.footprint import reports_footprint
-from halfbyte.hf.mixtures import use_experts
-from halfbyte.hf.parallel import ranks_of, update_plan
-from halfbyte.hf.quantization_config import HalfbyteConfig, check_options, keep_names
-from halfbyte.hf.quantize_model import quantize
-from halfbyte.hf.weights import Target, replace, targets
-from halfbyte.hf.while_loading import QuantizeWhileLoading
+from halfbyte.hf.mixtures import SortedExperts, use_experts
+from halfbyte.hf.quantization_config import HalfbyteConfig, check_options, keep_names, register_lora
+from halfbyte.hf.quantize_model import Quantization, quantize, reports_footprint
+from halfbyte.hf.weights import (
+    Target,
+    quantized,
+    ranks_of,
+    replace,
+    targets,
+    update_plan,
+    warn_about_rest,
+)
 from halfbyte.nn import QuantLayer, QuantLinear
+
+
+class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
+    """`halfbyte.hf.quantize(model, **options)` for a model whose weights are about to be read.
+
+    Making one checks everything that does not depend on the weights, on the empty model; `convert` gets the weights one by one;
+    `finish` does what is left.
+    """
+
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
+        self.job = Quantization(model, options, loading=True)
+        self.targets, weights = self.job.blocks, self.job.options["weights"]
+        if (self.targets or self.job.head) and ranks_of(model) > 1:
+            raise Unsupported(
+                "weights are not quantized while tensor parallelism shares them out; quantize on one process, save, and load that "
+                "folder with tp_plan"
+            )
+        self.format = None if weights is None else weight_format(weights)
+        #: Name of a parameter -> that of its target.
+        self.awaited = {
+            f"{name if not target.projection else name.rpartition('.')[0]}.{parameter}": name
+            for name, target in self.targets.items()
+            for parameter in target.parameters
+        }
+        self.done: set[Target] = set()
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """{name of a parameter: its tensor, or a list of it} -> the same, or the parts of the layer that took its place."""
+        parts: dict[str, torch.Tensor] = {}
+        for name, given in input_dict.items():
+            tensor, missing = given[0] if isinstance(given, list) else given, kwargs.get("missing_keys") or set()
+            parts |= self._take(model, name, tensor, missing) if name in self.awaited else {name: tensor}
+        return parts
+
+    def _take(self, model: nn.Module, parameter: str, tensor: torch.Tensor, missing: set[str]) -> dict[str, torch.Tensor]:
+        """Quantize a weight once it is complete: experts may have biases, which arrive right after."""
+        name = self.awaited[parameter]
+        target = self.targets[name]
+        if target in self.done:  # a layer of two names
+            return {}
+        setattr(target.owner, parameter.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
+        if any(getattr(target.owner, own).is_meta for own in target.parameters):
+            return {}
+        self._quantize(model, name, target)
+        missing -= {given for given, other in self.awaited.items() if self.targets[other] == target}
+        layer = model.get_submodule(name)
+        return {f"{name}.{part}": p for part, p in layer.named_parameters() if not p.is_meta}
+
+    def _quantize(self, model: nn.Module, name: str, target: Target) -> None:
+        """Put the quantized layer where the weight is, under all of its names."""
+        assert self.format is not None
+        layer = quantized(name, target, self.format, self.job.options["clip"])
+        for other, same in self.targets.items():
+            if same == target:
+                replace(model, other, layer)
+        self.done.add(target)
+        if not target.projection:
+            target.owner.weight = nn.Parameter(layer.weight.codes.new_empty(0), requires_grad=False)  # free the 16 bits
+
+    def finish(self, model: Any) -> None:
+        """Quantize the weights that did not arrive under their own names, and do what is not about single layers."""
+        for name, target in self.targets.items():
+            if target not in self.done:
+                self._quantize(model, name, target)
+        if self.targets and self.format is not None:
+            use_experts(model)
+            warn_about_rest(model)
+            self.job.mark(dict.fromkeys(self.targets, self.format.name))
+        clip = self.job.options["clip"] if self.job.head else None
+        rest = {**self.job.options, "weights": None, "skip_modules": (), "clip": clip}
+        if any(rest.values()):  # a head may have been tied to the embedding
+            quantize(model, **rest)
 
 
 @register_quantizer(OWN)

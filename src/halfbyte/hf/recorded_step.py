@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from halfbyte.errors import warn_once
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.layer_options import BUCKET
+from halfbyte.hf.model_support import BUCKET
 from halfbyte.nn import local_shard
 
 Result = TypeVar("Result")

@@ -1,22 +1,46 @@
-"""Replacing the linear layers and the experts of a model: which ones, whether the format fits, and the replacement."""
+"""The linear layers and the experts of a model: which are quantized, whether the format fits, their replacement, and their shards.
+
+Tensor parallelism in transformers shards each tensor of a quantized layer:
+
+    column-parallel (q, k, v, gate, up)   a rank has some out features: codes, scales and offsets are cut along N;
+                                          perm and tensor_scale are replicated
+    row-parallel (o, down)                a rank has some in features: codes, scales and offsets are cut along K, between groups;
+                                          scales per out channel, and tensor_scale, are replicated
+
+Refused: a row-parallel layer in act-order, whose stored columns need activations of every rank; nested scales, whose blocks span
+rows; and experts.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format, Shape, weight_format
-from halfbyte.hf.called_experts import SortedExperts, is_sorted
-from halfbyte.hf.mixtures import empty_stack, layout, projections, quantize_stack, stack_shape, use_experts
+from halfbyte.experts import QuantExperts
+from halfbyte.formats import Format, Shape
+from halfbyte.hf.mixtures import (
+    SortedExperts,
+    empty_stack,
+    is_sorted,
+    layout,
+    projections,
+    quantize_stack,
+    stack_shape,
+    use_experts,
+)
 from halfbyte.hf.model_support import blocks, check_weights_support, encoder_blocks
 from halfbyte.nn import QuantLayer, QuantLinear
+from halfbyte.ops.all_reduce import AllReduce, of_all
 
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "weights_proj"})
@@ -146,35 +170,22 @@ def check_loaded(chosen: Mapping[str, Target]) -> None:
         )
 
 
-def quantize_modules(
-    model: Any, weights: str | None, skip_modules: Iterable[str], lm_head: str | None = None, clip: str | None = None
-) -> dict[str, str]:
-    """Quantize the selected weights to the format `weights` and the output layer to `lm_head`: all, or, on any error, none.
-
-    Returns name -> format name.
-    """
-    asked: dict[str, tuple[Target, Format]] = {}
-    if weights is not None:
-        fmt, found = weight_format(weights), select(model, skip_modules)
-        check_fits(found, fmt)
-        asked |= {name: (target, fmt) for name, target in found.items()}
-    if lm_head is not None:
-        fmt = weight_format(lm_head)
-        asked |= {name: (target, fmt) for name, target in find_lm_head(model, fmt).items()}
-    check_loaded({name: target for name, (target, _) in asked.items()})
-    made: dict[Target, QuantLayer] = {}
-    for name, (target, fmt) in logging.tqdm(asked.items(), desc="Quantizing", unit=" weights", delay=_PATIENCE):
-        if target not in made:
-            made[target] = quantized(name, target, fmt, clip)
-    if lm_head is not None:
-        untie(model)
-        _keep_hook(model.get_output_embeddings(), made[target])  # the head comes last
-    for name, (target, _) in asked.items():
-        replace(model, name, made[target])
+def quantize_modules(model: Any, chosen: Mapping[str, tuple[Target, Format]], clip: str | None) -> None:
+    """Quantize weights, each to its format: all, or, on any error, none. The output layer gets a weight of its own."""
+    layers: dict[Target, QuantLayer] = {}
+    for name, (target, fmt) in logging.tqdm(chosen.items(), desc="Quantizing", unit=" weights", delay=_PATIENCE):
+        if target not in layers:
+            layers[target] = quantized(name, target, fmt, clip)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for target, layer in layers.items():
+        if target.owner is head:
+            untie(model)
+            _keep_hook(head, layer)
+    for name, (target, _) in chosen.items():
+        replace(model, name, layers[target])
     use_experts(model)
-    if weights is not None:
+    if any(target.owner is not head for target in layers):
         warn_about_rest(model)
-    return {name: fmt.name for name, (_, fmt) in asked.items()}
 
 
 def find_lm_head(model: Any, fmt: Format, skip_modules: Iterable[str] = ()) -> dict[str, Target]:
@@ -270,3 +281,85 @@ def warn_about_rest(model: nn.Module) -> None:
             f"{count:,} weights of {type(model).__name__} in {kinds}, which are no linear layers, stay in 16 bits; "
             f"{packed_share(model):.1%} of the model's weights are quantized"
         )
+
+
+_COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
+_ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
+#: transformers' word for a parameter that every rank has whole.
+WHOLE = "replicate"
+_sums: WeakKeyDictionary[Any, AllReduce] = WeakKeyDictionary()
+
+
+def ranks_of(model: Any) -> int:
+    """Ranks that share each layer; 1 without tensor parallelism."""
+    return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+
+
+def _together(model: Any) -> bool:
+    """Whether the ranks that share each layer are those of the default process group: otherwise some may do something else."""
+    return dist.is_available() and dist.is_initialized() and 1 < ranks_of(model) == dist.get_world_size()
+
+
+def all_reduce_of(model: Any) -> AllReduce | None:
+    """How partial sums of a model's ranks are added up, kept with the model; None: as transformers does. All ranks call it."""
+    if not _together(model):
+        return None
+    if model not in _sums:
+        _sums[model] = AllReduce(model.config.get_text_config().hidden_size, model.dtype, model.device)
+    return _sums[model]
+
+
+def all_agree(model: Any, mine: bool) -> bool:
+    """Whether all ranks of a model say so, where `all_reduce_of` adds up their sums; else `mine`. All ranks call it."""
+    return all(of_all(mine, model.device)) if _together(model) else mine
+
+
+def partial_layer(layer: Any) -> QuantLinear | None:
+    """A row-parallel layer that gives a rank's partial sums; None for others, and with a bias, which is added behind the sum."""
+    known = type(layer) is QuantLinear and layer.parallel_style == "rowwise" and layer.bias is None
+    return layer if known else None
+
+
+def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
+    """Add to transformers' plan (module name, with * for numbers -> style) what differs for the parts of quantized layers.
+
+    Raises `Unsupported`, naming the layer, for one that cannot be shared out.
+    """
+    added: dict[str, str] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantExperts):
+            raise Unsupported(f"{name}: quantized experts cannot be sharded over {ranks} ranks; keep them with skip_modules")
+        general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if not isinstance(layer, QuantLinear) or general not in plan:
+            continue
+        layer.parallel_style = plan[general]
+        for part, style in part_styles(name, layer, plan[general], ranks).items():
+            if added.setdefault(f"{general}.weight_{part}", style) != style:
+                raise Unsupported(
+                    f"{name}.weight_{part} would be shared out in another way than in the layers before it, which is not done"
+                )
+    plan.update(added)
+
+
+def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[str, str]:
+    """Part of the weight -> style, for a layer that the plan gives `style`."""
+    parts, fmt = set(layer.weight.parts()), layer.format
+    shared = f"{name} ({fmt.name}) cannot be shared out over {ranks} ranks"
+    if style not in (*_COLUMN, *_ROW):
+        raise Unsupported(f"{shared} in the style {style!r}; known are {', '.join((*_COLUMN, *_ROW))}")
+    if "nested" in parts:
+        raise Unsupported(f"{shared}: blocks of its nested scales run across rows; quantize to a format without them")
+    styles = dict.fromkeys(parts, style)
+    if style in _ROW:
+        _check_rows(layer, shared, ranks)
+        if fmt.granularity == "out_channel":
+            styles |= dict.fromkeys(parts & {"scales", "offsets"}, WHOLE)
+    return styles | dict.fromkeys(parts & {"perm", "tensor_scale"}, WHOLE)
+
+
+def _check_rows(layer: QuantLinear, shared: str, ranks: int) -> None:
+    if layer.weight.perm is not None:
+        raise Unsupported(f"{shared} by its in features: it is in act-order, and the columns of a rank would come from all over")
+    size = layer.format.code.per_byte if layer.format.granularity == "out_channel" else layer.format.group_size(layer.in_features)
+    if layer.in_features % (size * ranks):
+        raise Unsupported(f"{shared} by its {layer.in_features} in features: that would cut groups of {size}")
