@@ -21,6 +21,7 @@ from halfbyte.kv_buffer import KVBuffer, PagedView
 from halfbyte.ops.append_slots import append_slots
 from halfbyte.ops.attention_varlen import attention_varlen
 from halfbyte.ops.linear import linear_of_parts
+from halfbyte.ops.unpack_pages import unpack_pages
 from halfbyte.tensors import expected_parts
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "attention_varlen",
     "linear_of_parts",
     "page_layouts",
+    "unpack_pages",
     "weight_from_tensors",
 ]
 

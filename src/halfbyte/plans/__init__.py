@@ -15,6 +15,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "decode_attention": ("gluon", "triton", "cpu", "reference"),
     "merge_states": ("triton", "reference"),
     "append": ("triton", "reference"),
+    "unpack_pages": ("triton", "reference"),
     "rotate_heads": ("triton", "reference"),
     "linear": ("gluon", "triton", "cpu", "reference"),
     "qkv_projection": ("gluon", "triton", "cpu", "reference"),

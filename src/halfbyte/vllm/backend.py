@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from vllm import envs
@@ -35,8 +36,10 @@ from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
 from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.plans.prompts import bucket, groups
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
+from halfbyte.vllm.prompts import FlashPrompts, Ragged, flash_prompts
 
 #: A child of vLLM's logger, so that vLLM prints it.
 logger = init_logger("vllm.halfbyte")
@@ -117,28 +120,9 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
         return None
 
 
-class Ragged(NamedTuple):
-    """Requests that are neighbors in a batch.
-
-    rows            their tokens in the batch
-    prefill         chunks of prompts; else one token each, or a few drafts of speculation
-    cu_seqlens_q    int32 [requests + 1], counted from the first of `rows`
-    max_query_len   on the host: most tokens of one request
-    lengths         int32 [requests], tokens in the cache, this step's included
-    page_table      int32 [requests, pages]
-    """
-
-    rows: slice
-    prefill: bool
-    cu_seqlens_q: torch.Tensor
-    max_query_len: int
-    lengths: torch.Tensor
-    page_table: torch.Tensor
-
-
 @dataclass
 class HalfbyteMetadata(AttentionMetadata):  # type: ignore[misc]
-    """A batch: the requests that decode, which come first, and those with longer queries."""
+    """A batch: the requests that decode, which come first, and those with longer queries, in groups."""
 
     parts: list[Ragged]
 
@@ -151,6 +135,9 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        self.query_heads, self.exact = impl.num_heads // impl.num_kv_heads, impl.options.prefill == "exact"
+        self.scratch = 0 if impl.prompts is None else impl.prompts.tokens
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -160,20 +147,42 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
             raise Unsupported("this model's attention is not causal; halfbyte's cache serves decoders")
         threshold = self.reorder_batch_threshold or 1
         decodes, prefills, tokens, _ = split_decodes_and_prefills(m, threshold, require_uniform=True)
-        starts, parts = m.query_start_loc, []
+        parts = []
         if decodes:
             longest = tokens // decodes if prefills else m.max_query_len
+            some = slice(0, decodes)
+            parts.append(
+                Ragged(slice(0, tokens), m.query_start_loc[: decodes + 1], longest, m.seq_lens[some], m.block_table_tensor[some])
+            )
+        return HalfbyteMetadata(parts + self._groups(m, decodes, threshold) if prefills else parts)
+
+    def _groups(self, m: CommonAttentionMetadata, first: int, threshold: int) -> list[Ragged]:
+        """The requests from `first` on. Index tensors are copied, since kernels are compiled for aligned ones."""
+        starts = m.query_start_loc_cpu[first : m.num_reqs + 1].tolist()
+        bounds = m.seq_lens_cpu_upper_bound
+        lengths = [m.max_seq_len] * (m.num_reqs - first) if bounds is None else bounds[first : m.num_reqs].tolist()
+        queries = [end - begin for begin, end in pairwise(starts)]
+        exact_above = threshold if self.exact else None  # not drafts of speculation, whatever their neighbors in the batch
+        options = {"query_heads": self.query_heads, "scratch": self.scratch, "exact_above": exact_above}
+        parts = []
+        for group in groups(queries, lengths, **options):
+            mine, some = slice(group.first, group.last), slice(first + group.first, first + group.last)
+            begin, end = starts[group.first], starts[group.last]
+            if begin == end:  # requests that pad the batch
+                continue
+            most = max(queries[mine])
             parts.append(
                 Ragged(
-                    slice(0, tokens), False, starts[: decodes + 1], longest, m.seq_lens[:decodes], m.block_table_tensor[:decodes]
+                    slice(begin, end),
+                    m.query_start_loc[some.start : some.stop + 1] - begin,
+                    most if group.unpacked else bucket(most, group.last - group.first, end - begin),
+                    m.seq_lens[some].clone(),
+                    m.block_table_tensor[some].clone(),
+                    group.exact,
+                    tuple(zip(queries[mine], lengths[mine], strict=True)) if group.unpacked else (),
                 )
             )
-        if prefills:
-            rows = slice(tokens, m.num_actual_tokens)
-            mine = slice(decodes, m.num_reqs)
-            cu_seqlens_q = starts[decodes : m.num_reqs + 1] - starts[decodes]
-            parts.append(Ragged(rows, True, cu_seqlens_q, m.max_query_len, m.seq_lens[mine], m.block_table_tensor[mine]))
-        return HalfbyteMetadata(parts)
+        return parts
 
 
 class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
@@ -215,6 +224,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             config.compilation_config.static_forward_context,
             config.cache_config.kv_cache_dtype_skip_layers,
         )
+        self._scratch_tokens = config.model_config.max_model_len + config.scheduler_config.max_num_batched_tokens
+        self.prompts: FlashPrompts | None = None
         self._memory: tuple[int, int] | None = None
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
 
@@ -227,6 +238,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         layer.attn_backend = _backend_of(backend_name(self.formats.keys, self.formats.values))
         if self.alibi_slopes is not None:  # buffers outlast a sleep of level 2
             layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
+        self.prompts = flash_prompts(self, layer, self.formats, act_dtype, self._scratch_tokens)
 
     def buffers(self, layer: Any, kv_cache: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
         """Keys and values in the memory of a layer; viewed again when vLLM has moved it."""
@@ -259,27 +271,41 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
     ) -> torch.Tensor:
         """query [T, Hq, D] over the layer's pages into output [T, Hq, Dv]; key and value [T, H, D] are stored already."""
         if attn_metadata is None:  # vLLM measures memory
+            if self.prompts is not None:
+                self.prompts.scratch()
             return output.fill_(0)
         keys, values = self.buffers(layer, kv_cache)
         for part in attn_metadata.parts:
-            exact = part.prefill and self.options.prefill == "exact" and key is not None
-            attention_varlen(
-                query[part.rows],
-                PagedView(keys, values, part.lengths, part.page_table, self.formats.rotate_keys),
-                part.cu_seqlens_q,
-                part.max_query_len,
-                sm_scale=self.scale,
-                alibi_slopes=self.alibi_slopes,
-                window=self.sliding_window,
-                softcap=self.logits_soft_cap,
-                sinks=self.sinks,
-                prefill="exact" if exact else "cache",
-                k=key[part.rows] if exact else None,
-                v=value[part.rows] if exact else None,
-                out=output[part.rows],
-                deterministic_batch=envs.VLLM_BATCH_INVARIANT,
-            )
+            q, out = query[part.rows], output[part.rows]
+            new = (key[part.rows], value[part.rows]) if part.exact and key is not None else None
+            cache = PagedView(keys, values, part.lengths, part.page_table, self.formats.rotate_keys)
+            if part.host and self.prompts is not None:
+                self.prompts.attend(part, q, cache, new, out)
+            else:
+                self._attend(part, q, cache, new, out)
         return output
+
+    def _attend(
+        self, part: Ragged, query: torch.Tensor, cache: PagedView, new: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor
+    ) -> None:
+        """By kernels that read codes."""
+        k, v = (None, None) if new is None else new
+        attention_varlen(
+            query,
+            cache,
+            part.cu_seqlens_q,
+            part.max_query_len,
+            sm_scale=self.scale,
+            alibi_slopes=self.alibi_slopes,
+            window=self.sliding_window,
+            softcap=self.logits_soft_cap,
+            sinks=self.sinks,
+            prefill="cache" if new is None else "exact",
+            k=k,
+            v=v,
+            out=out,
+            deterministic_batch=envs.VLLM_BATCH_INVARIANT,
+        )
 
 
 def _log_blocks(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:

@@ -1,0 +1,66 @@
+"""Which requests of a batch are attended over unpacked tokens, and in which groups: pure functions of what the host knows.
+
+A request's stored tokens can be read as they are (the decode kernels), or dequantized once into 16-bit scratch and read by an
+attention kernel for 16 bits (FlashAttention). For each token and KV head unpacking moves 4 (D + Dv) bytes more: it writes 16-bit
+numbers, which are then read. Each query row saves part of its 2 (D + Dv) FLOPs: 1 / rate of the decode kernels - 1 / rate of the
+other. So it pays from
+
+    rows = 2 / (bandwidth (1 / F_decode - 1 / F_attention))
+
+query rows on a KV head, whatever the format, the size of heads and the length. On an H200 4.2 TB/s, 270 and 600 TFLOPS give 233.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+#: Query rows per KV head (new tokens times query heads) from which on unpacking pays.
+ROWS = 256
+
+
+class Group(NamedTuple):
+    """Neighboring requests of a batch, first .. last - 1, that one call attends to.
+
+    unpacked  over 16-bit scratch
+    exact     new tokens are read unquantized
+    """
+
+    first: int
+    last: int
+    unpacked: bool
+    exact: bool
+
+
+def groups(
+    queries: Sequence[int], lengths: Sequence[int], *, query_heads: int, scratch: int, exact_above: int | None = None
+) -> list[Group]:
+    """Requests in groups, in their order.
+
+    queries      new tokens of each request
+    lengths      of each an upper bound of its tokens, new ones included
+    query_heads  per KV head
+    scratch      tokens that the scratch holds: those of all requests of a group. A longer request is not unpacked
+    exact_above  requests with more new tokens than that read them unquantized; None: none do
+    """
+    result: list[Group] = []
+    room = 0
+    for i, (count, length) in enumerate(zip(queries, lengths, strict=True)):
+        unpacked = count * query_heads >= ROWS and length <= scratch
+        exact = exact_above is not None and count > exact_above
+        if result and result[-1][2:] == (unpacked, exact) and (not unpacked or length <= room):
+            result[-1] = result[-1]._replace(last=i + 1)
+        else:
+            result.append(Group(i, i + 1, unpacked, exact))
+            room = scratch
+        room -= length
+    return result
+
+
+def bucket(most: int, requests: int, tokens: int) -> int:
+    """`max_query_len` for a call of `attention_varlen`, of which kernels are compiled for few: a power of two from 8 on.
+
+    Never tokens / requests, which would promise as many queries of each request, and choose kernels by the number of requests.
+    """
+    size = max(8, 1 << max(0, most - 1).bit_length())
+    return 2 * size if requests * size == tokens else size
