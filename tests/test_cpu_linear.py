@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accuracy import linear_accuracy, products
-from halfbyte.cpu import codes
+from halfbyte.cpu import codes, threads
 from halfbyte.cpu import linear as cpu
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Code
 from halfbyte.reference import linear as reference
@@ -19,6 +25,8 @@ from halfbyte.reference.dequantize import decode_unit
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
+#: How `product` multiplies: by the codes (a small M), by a GEMM on blocks that a compiled loop decodes, or that torch decodes.
+PATHS = ("codes", "compiled blocks", "torch")
 CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.values())}
 
 
@@ -35,11 +43,23 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "compiler_works", lambda: False)
+    else:
+        pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
+        largest = 8 if request.param == "codes" else 0
+        monkeypatch.setattr(cpu, "SMALL_M", largest)
+        monkeypatch.setattr(cpu, "SMALL_M_BF16", largest)
+    return str(request.param)
+
+
 def check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, block: int = cpu.BLOCK) -> None:
     """Within the promise. Torch's own product rounds the weight to 16 bits first. In fp32 it rounds only its sums, in another order
     than ours, so there the bound is the roundings that a sum of K terms can see.
     """
-    with mock.patch.object(cpu, "BLOCK", block):
+    with mock.patch.object(cpu, "BLOCK", block), mock.patch.object(cpu, "BLOCK_BF16", block):
         y = cpu.linear(x, weight, bias)
     truth, base = products(x, weight, bias)
     assert y.dtype is x.dtype
@@ -58,11 +78,13 @@ def check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, block
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("block", [1, 1000, cpu.BLOCK])
+@pytest.mark.usefixtures("path")
 def test_every_format(name: str, dtype: torch.dtype, block: int) -> None:
     check(inputs(5, 256, dtype=dtype), build(name, 37, 256), inputs(37), block)
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.usefixtures("path")
 def test_act_order(name: str) -> None:
     stored = build(name, 37, 256)
     weight = in_act_order(stored)
@@ -91,11 +113,13 @@ def test_every_code_means_what_the_reference_says(code: Code) -> None:
     assert torch.equal(out.nan_to_num(nan=1e9), truth.nan_to_num(nan=1e9))
 
 
+@pytest.mark.usefixtures("path")
 def test_the_last_block_of_rows_is_its_own_size() -> None:
     for n in (1, 63, 64, 65, 127):
         check(inputs(3, 64), build("int4_g32", n, 64), inputs(n), 64 * 64)
 
 
+@pytest.mark.usefixtures("path")
 def test_leading_axes_strides_and_empty_inputs() -> None:
     weight = build("nf4", 40, 128)
     check(inputs(2, 3, 4, 128), weight, None)
@@ -108,12 +132,14 @@ def test_leading_axes_strides_and_empty_inputs() -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.usefixtures("path")
 def test_no_columns_leave_the_bias(name: str) -> None:
     weight, bias = quantize(torch.zeros(4, 0), name), torch.arange(4.0)
     assert torch.equal(cpu.linear(torch.zeros(2, 3, 0), weight, bias), bias.expand(2, 3, 4))
     assert cpu.linear(torch.zeros(0, 3, 0), weight, None).shape == (0, 3, 4)
 
 
+@pytest.mark.usefixtures("path")
 def test_a_bias_is_added_before_rounding() -> None:
     weight = build("int8_col", 64, 256)
     x = inputs(8, 256, dtype=torch.bfloat16)
@@ -125,12 +151,14 @@ def test_a_bias_is_added_before_rounding() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4_g32", "int8_g128", "nf4", "mxfp4", "nvfp4"])
+@pytest.mark.usefixtures("path")
 def test_extreme_scales(name: str) -> None:
     for factor in (1e-4, 1e3):
         weight = quantize(inputs(16, 256) * factor, name)
         check(inputs(4, 256, dtype=torch.bfloat16), weight, None)
 
 
+@pytest.mark.usefixtures("path")
 def test_strided_weights_are_read_through_their_strides() -> None:
     weight = build("int4_g64", 24, 128)
     parts = {name: part.mT.contiguous().mT for name, part in weight.parts().items()}
@@ -151,3 +179,72 @@ def test_strided_weights_are_read_through_their_strides() -> None:
 )
 def test_awkward_shapes(name: str, n: int, width: int, lead: list[int], dtype: torch.dtype, biased: bool, block: int) -> None:
     check(inputs(*lead, 128 * width, dtype=dtype), build(name, n, 128 * width), inputs(n) if biased else None, block)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_threads_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = build("int4_g32", 70, 256), inputs(8, 256, dtype=dtype)
+    one = cpu.linear(x, weight, None)
+    monkeypatch.setattr(threads, "STEPS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # as `over_rows` reads it
+    assert torch.equal(cpu.linear(x, weight, None), one)
+
+
+@pytest.mark.parametrize("name", ["int4_g64", "nvfp4", "int8_col"])
+def test_a_row_of_a_small_batch_has_the_bits_that_it_has_alone(name: str) -> None:
+    pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
+    weight, x = build(name, 70, 256), inputs(cpu.SMALL_M, 256)
+    together = cpu.linear(x, weight, None)
+    for count in range(1, cpu.SMALL_M):
+        assert torch.equal(cpu.linear(x[:count], weight, None), together[:count])
+
+
+def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "STEPS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    seen: list[tuple[int, int]] = []
+    threads.over_rows(lambda first, last: seen.append((first, last)), 5, 5)
+    assert sorted(seen) == [(0, 2), (2, 5)]
+    if not hasattr(os, "fork"):
+        return
+    child = os.fork()
+    if not child:
+        threads.over_rows(lambda first, last: None, 5, 5)
+        os._exit(0)
+    for _ in range(500):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        raise AssertionError("the forked process waits for threads that it does not have")
+    assert status == 0
+
+
+#: Of x86 CPUs without AVX-512, and of other CPUs, for which a lookup is made of single loads.
+INSTRUCTIONS = {"haswell": "+avx2,+avx,+fma,+f16c,+bmi,+bmi2,+sse4.2", "x86-64-v2": "+sse4.2,+ssse3,+popcnt"}
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_other_cpus(name: str, tmp_path: Path) -> None:
+    """The same results from the code that other CPUs run."""
+    pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the instructions are those of x86")
+    script = """
+import torch
+from halfbyte.cpu import linear as cpu
+from halfbyte.reference.quantize import quantize
+for name in ("int4_g32", "nvfp4", "nf4", "int8_g128"):
+    torch.manual_seed(0)
+    weight, x = quantize(torch.randn(9, 256), name), torch.randn(7, 256)
+    truth = x.double() @ weight.dequantize(torch.float64).mT
+    for largest in (0, 8):
+        cpu.SMALL_M = largest
+        assert (cpu.linear(x, weight, None) - truth).norm() < 1e-6 * truth.norm(), name
+"""
+    machine = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": INSTRUCTIONS[name], "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, **machine}, check=True)

@@ -308,6 +308,6 @@ NUMERICS = [
         CPU_LINEAR,
         "linear",
         Rewrite("_r.index_select(1, _w.perm)", "_r"),
-        cpu_linear("test_act_order[int4_g32]"),
+        cpu_linear("test_act_order[torch-int4_g32]"),
     ),
 ]

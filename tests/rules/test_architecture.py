@@ -43,6 +43,8 @@ ONLY = {
     "transformers": {"hf", "evals", "cli", "memory"},
     "matplotlib": set(),
     "triton": {"kernels", "device"},
+    "numba": {"cpu"},
+    "llvmlite": {"cpu"},
     "typer": {"cli"},
     "vllm": {"vllm"},
     "huggingface_hub": {"paths", "hf", "evals", "cli", "memory", "checkpoints"},

@@ -1,4 +1,4 @@
-"""A mixture of experts' projections in plain torch, expert by expert: the `cpu` level of `experts_linear`.
+"""A mixture of experts' projections, expert by expert: the `cpu` level of `experts_linear`.
 
 The tokens of an expert are gathered and multiplied as in `cpu.linear`; nothing is rounded to x's dtype before the end.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.cpu.linear import product
-from halfbyte.reference.dequantize import expert_scales
+from halfbyte.cpu.linear import matrix, product
 from halfbyte.reference.experts import ExpertsCall, combined, hit
 
 
@@ -22,7 +21,5 @@ def experts_linear(call: ExpertsCall) -> torch.Tensor:
         rows = (x[tokens] if x.ndim == 2 else x[tokens, places]).to(wide)
         if weight.perm is not None:
             rows = rows.index_select(1, weight.perm[expert])
-        offsets = None if weight.offsets is None else weight.offsets[expert]
-        made = product(rows, weight.codes[expert], expert_scales(weight, expert, wide), offsets, weight.format.code)
-        y[tokens, places] = made.mT if bias is None else made.mT + bias[expert]
+        y[tokens, places] = product(rows, matrix(weight, wide, expert), None if bias is None else bias[expert]).mT
     return combined(y, call).to(x.dtype)

@@ -1,59 +1,210 @@
-"""A GEMM with a quantized weight, a block of rows at a time, in plain torch: the `cpu` level of `linear`.
+"""A GEMM with a quantized weight: the `cpu` level of `linear`.
 
-A stored weight is w = scale * (unit - zero), with units on a small grid. A block of rows is decoded into one buffer that stays
-in cache until it is multiplied, in fp32 (float64 for a float64 x). A scale of a whole row stays outside the product; scales of
-groups multiply the decoded block.
+A stored weight is w = scale * (unit - zero), with units on a small grid. Where loops can be compiled (`cpu.threads`), x is
+multiplied by the codes as they lie in memory, for M up to `SMALL_M`. All else decodes a block of the weight's rows into a buffer
+that stays in cache until torch's GEMM multiplies it. Sums are fp32 (float64 for a float64 x), and nothing is rounded to x's dtype
+before the bias is in. In bf16 and with M above `SMALL_M_BF16` the block is rounded to bf16, as in a model of 16 bits, on CPUs that
+multiply bf16.
 
 Zero points come off the codes, where the difference is exact. Subtracted from the GEMM instead, as the sum over groups of
-scale * zero * (sum of x), they would cancel: both terms are many times the result where x has a mean. Nothing is rounded to x's
-dtype before the bias is in.
+scale * zero * (sum of x), they would cancel: both terms are many times the result where x has a mean.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
 from halfbyte.cpu.codes import unpack_into
+from halfbyte.cpu.threads import compiler_works, over_rows
 from halfbyte.device import SPINNING
-from halfbyte.formats import Code
-from halfbyte.reference.dequantize import block_scales
+from halfbyte.formats import Code, Format
+from halfbyte.reference.dequantize import block_scales, expert_scales, plain_scales
 from halfbyte.tensors import QuantTensor
 
-#: Numbers in one decoded block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator.
-BLOCK = 1 << 19
+#: Numbers in one block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator.
+BLOCK, BLOCK_BF16 = 1 << 19, 1 << 21
+#: Largest M for which x is multiplied by the codes; beyond, a GEMM on decoded blocks is faster, in bf16 sooner.
+SMALL_M, SMALL_M_BF16 = 8, 4
+
+
+class Matrix(NamedTuple):
+    """A weight [N, K], or that of one expert, by its parts; scales [N, G] that were nested are decoded."""
+
+    format: Format
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    offsets: torch.Tensor | None
+    tensor_scale: torch.Tensor | None
+
+    def plain_scales(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """[N, G] in `dtype`."""
+        return None if self.scales is None else plain_scales(self.scales, self.format, self.tensor_scale, dtype)
+
+
+def matrix(weight: QuantTensor, dtype: torch.dtype, expert: int | None = None) -> Matrix:
+    """The whole weight [N, K], or one of a stack [E, N, K]; scales that were nested in fp32, or float64 if `dtype` is."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    if expert is None:
+        scales = weight.scales if weight.nested is None else block_scales(weight, wide)
+        return Matrix(weight.format, weight.codes, scales, weight.offsets, weight.tensor_scale)
+    parts = (None if part is None else part[expert] for part in (weight.scales, weight.offsets, weight.tensor_scale))
+    whole = Matrix(weight.format, weight.codes[expert], *parts)
+    return whole if weight.nested is None else whole._replace(scales=expert_scales(weight, expert, wide))
 
 
 def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] times the rows of `weight` [N, K], plus bias [N]: [..., N] in x's dtype."""
     features, width = weight.shape
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    rows = x.reshape(x.shape[:-1].numel(), width).to(wide)  # [M, K]; either may be 0
+    rows = x.reshape(x.shape[:-1].numel(), width)  # [M, K]; either may be 0
+    if not _multiplies_bf16(rows, bias):
+        rows = rows.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
     if weight.perm is not None:
         rows = rows.index_select(1, weight.perm)  # the columns of x in the order of the stored ones
-    scales = None if weight.scales is None else block_scales(weight, wide)  # [N, G]
-    y = product(rows, weight.codes, scales, weight.offsets, weight.format.code)
-    if bias is not None:
-        y += bias.unsqueeze(-1)
-    return y.mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
+    return product(rows, matrix(weight, rows.dtype), bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
 
 
-def product(
-    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, offsets: torch.Tensor | None, code: Code
-) -> torch.Tensor:
-    """[N, M] of rows [M, K], fp32 or float64, and a weight [N, K] by its codes, plain scales [N, G] and zero points."""
+def _multiplies_bf16(rows: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether to take the GEMM of bf16: where it is fast, blocks can be decoded to bf16, and the bias is bf16, too."""
+    types = {rows.dtype} if bias is None else {rows.dtype, bias.dtype}
+    return types == {torch.bfloat16} and len(rows) > SMALL_M_BF16 and _is_compiled(rows) and _has_bf16()
+
+
+def _is_compiled(rows: torch.Tensor) -> bool:
+    """Whether compiled loops multiply or decode for x [M, K]."""
+    return rows.is_cpu and rows.numel() > 0 and rows.dtype is not torch.float64 and rows.shape[1] % 32 == 0 and compiler_works()
+
+
+@functools.cache
+def _has_bf16() -> bool:
+    """Whether the CPU has instructions for products of bf16."""
+    facts = torch.cpu.get_capabilities()
+    return any(facts.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def product(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """[N, M] of rows [M, K], in fp32 or float64 as they are, or by the GEMM of bf16 rounded to it; bias [N]."""
+    compiled = _is_compiled(rows)
+    if compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
+        return _plus(_by_codes(rows, weight), bias)
     if rows.is_cpu:
         SPINNING.step()
-    features, width = codes.shape[0], rows.shape[1]
+    decode = _Compiled(weight) if compiled else _Torch(weight, rows.dtype)
+    if rows.dtype is torch.bfloat16:
+        return _by_bf16(rows, weight, bias, decode)
+    features = weight.codes.shape[0]
     y = rows.new_empty(features, rows.shape[0])  # [N, M]: a block's rows are in one piece, and the product is faster so
-    step = max(1, min(BLOCK // max(width, 1), features))
-    buffer = rows.new_empty(step, width)
+    columns = decode.columns(rows).mT
+    for lo, block in _blocks(rows, features, BLOCK):
+        decode.into(block, lo)
+        torch.mm(block, columns, out=y[lo : lo + len(block)])
+    return _plus(decode.scaled(y), bias)
+
+
+def _by_bf16(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, decode: _Compiled | _Torch) -> torch.Tensor:
+    """`product` of bf16, in the order that torch has a fast GEMM for."""
+    features = weight.codes.shape[0]
+    y = rows.new_empty(rows.shape[0], features)
+    x = decode.columns(rows)
+    for lo, block in _blocks(rows, features, BLOCK_BF16):
+        decode.into(block, lo)
+        hi = lo + len(block)
+        y[:, lo:hi] = torch.nn.functional.linear(x, block, None if bias is None else bias[lo:hi])
+    return y.mT
+
+
+def _by_codes(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
+    """`product` without a bias, without decoding anything to memory."""
+    from halfbyte.cpu.compiled.linear import products
+
+    decode = _Compiled(weight)
+    y = rows.new_empty(len(weight.codes), len(rows))
+    x = decode.columns(rows.detach()).contiguous()
+    over_rows(products, len(y), y.numel() * rows.shape[1], *decode.arrays(), x.numpy(), y.numpy())
+    return decode.scaled(y)
+
+
+def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y.add_(bias.unsqueeze(-1))
+
+
+def _blocks(rows: torch.Tensor, features: int, numbers: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, memory [rows, K] to decode to) of each block of a weight; the memory is the same."""
+    step = max(1, min(numbers // max(rows.shape[1], 1), features))
+    buffer = rows.new_empty(step, rows.shape[1])
     for lo in range(0, features, step):
-        hi = min(lo + step, features)
-        unit = buffer[: hi - lo]
-        unpack_into(unit, codes[lo:hi], code, None if offsets is None else offsets[lo:hi])
+        yield lo, buffer[: features - lo]
+
+
+class _Torch:
+    """Blocks of rows, decoded by torch's operators. A scale of a whole row stays outside of the product."""
+
+    def __init__(self, weight: Matrix, dtype: torch.dtype) -> None:
+        self.weight, self.scales = weight, weight.plain_scales(dtype)
+
+    def columns(self, rows: torch.Tensor) -> torch.Tensor:
+        """x [M, K], its columns in the order of decoded ones."""
+        return rows
+
+    def into(self, block: torch.Tensor, lo: int) -> None:
+        """Rows from `lo` on."""
+        weight, scales, hi = self.weight, self.scales, lo + len(block)
+        unpack_into(block, weight.codes[lo:hi], weight.format.code, None if weight.offsets is None else weight.offsets[lo:hi])
         if scales is not None and scales.shape[-1] > 1:
-            unit.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[lo:hi].unsqueeze(-1))
-        torch.mm(unit, rows.mT, out=y[lo:hi])
-    if scales is not None and scales.shape[-1] == 1:
-        y *= scales
-    return y
+            block.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[lo:hi].unsqueeze(-1))
+
+    def scaled(self, y: torch.Tensor) -> torch.Tensor:
+        """y [N, M] with what `into` left out."""
+        return y.mul_(self.scales) if self.scales is not None and self.scales.shape[-1] == 1 else y
+
+
+class _Compiled:
+    """The same by a compiled loop, which writes the even columns of 4-bit codes first, then the odd ones."""
+
+    def __init__(self, weight: Matrix) -> None:
+        assert weight.scales is not None
+        code, scales = weight.format.code, weight.scales
+        self.nibbles, self.tensor_scale = code.per_byte == 2, weight.tensor_scale
+        floats = scales.is_floating_point()
+        by_byte = None if floats else _scale_table(weight.format)
+        if by_byte is not None and self.tensor_scale is not None and self.tensor_scale.numel() == 1:
+            by_byte, self.tensor_scale = by_byte * self.tensor_scale, None
+        self.tables = (_codebook(code) if self.nibbles else None, by_byte)
+        self.parts = tuple(
+            None if part is None else part.detach().contiguous()
+            for part in (weight.codes, scales.float() if floats else scales, weight.offsets)
+        )
+
+    def arrays(self, lo: int = 0, hi: int | None = None) -> list[object]:
+        """Arguments of a loop: the arrays of rows lo to hi."""
+        codes, scales, offsets = (None if part is None else part[lo:hi] for part in self.parts)
+        return [None if part is None else part.numpy() for part in (codes, self.tables[0], scales, self.tables[1], offsets)]
+
+    def columns(self, rows: torch.Tensor) -> torch.Tensor:
+        """x [M, K], its columns in the order of decoded ones."""
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), 1) if self.nibbles else rows
+
+    def into(self, block: torch.Tensor, lo: int) -> None:
+        """Rows from `lo` on."""
+        from halfbyte.cpu.compiled.linear import decode
+
+        out = block if block.dtype is torch.float32 else block.view(torch.uint16)
+        over_rows(decode, len(block), block.numel(), *self.arrays(lo, lo + len(block)), out.numpy())
+
+    def scaled(self, y: torch.Tensor) -> torch.Tensor:
+        """y [N, M] with what `into` left out."""
+        return y if self.tensor_scale is None else y.mul_(self.tensor_scale.unsqueeze(-1))
+
+
+@functools.cache
+def _codebook(code: Code) -> torch.Tensor:
+    return code.codebook()
+
+
+@functools.cache
+def _scale_table(fmt: Format) -> torch.Tensor:
+    """The scales that bytes stand for, fp32 [256], without the scale of the tensor."""
+    return plain_scales(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt, None)
