@@ -15,12 +15,12 @@ from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer, new_kv_buffer
-from halfbyte.ops._decode_problem import problem_of
 from halfbyte.ops.append import append_
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear
 from halfbyte.paging import PagedKVCache
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.decode_problem import problem_of
 from halfbyte.reference import attention as reference
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables

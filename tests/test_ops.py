@@ -336,7 +336,7 @@ def test_gradients_are_refused() -> None:
 
 def test_queries_that_lie_far_apart_are_not_for_the_tuned_kernel() -> None:
     """Where a head's queries lie is a product in 32 bits there."""
-    from halfbyte.ops._decode_problem import aligned
+    from halfbyte.plans.decode_problem import aligned
 
     codes = torch.empty(1, 2, 64, 64, dtype=torch.int8, device="meta")
     for apart, near in ((2**28, True), (2**29, False)):

@@ -14,20 +14,12 @@ from halfbyte import plans
 from halfbyte.device import GPU, H200, block_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, kv_format
-from halfbyte.plans import toolchain
-from halfbyte.plans.decode_attention import (
-    DecodePlan,
-    DecodeProblem,
-    gluon_plan,
-    kv_spec,
-    programs,
-    queries_of_a_block,
-    ragged_blocks,
-    reduce_fanin_of,
-    with_reduce_smem,
-)
+from halfbyte.plans import decode_shapes, toolchain
+from halfbyte.plans.decode_attention import DecodePlan, gluon_plan, queries_of_a_block, ragged_blocks
 from halfbyte.plans.decode_portable import triton_tiles
-from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, padded
+from halfbyte.plans.decode_problem import DecodeProblem
+from halfbyte.plans.decode_shapes import programs, reduce_fanin_of, with_reduce_smem
+from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_portable import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
@@ -614,3 +606,20 @@ def test_many_rows_get_large_tiles_where_registers_hold_them() -> None:
     few = portable(n=1024, rows=65, width=8192, capability=(9, 0))
     assert few.splits > 1
     assert "M = 65" in few.why
+
+
+@pytest.mark.parametrize("table", ["ONE_EACH", "FEW_ITEMS"])
+def test_every_measurement_of_one_program_per_sm_decides_a_plan(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is left over: with another cost some call has another plan. Calls of 132 work items, and of few."""
+    formats = ("int8-int8", "int4-int4", "int4-int4_g32", "int8_g64-int8", "int8_channel-int8", "bf16-bf16")
+    sizes = product((1, 16), (1, 8), (4, 16), (64, 128, 256), (0, 64), (False, True), formats)
+    calls = []
+    for batch, heads, group, dim, page, window, names in sizes:
+        keys, values = names.split("-")
+        call = {"batch": batch, "heads": heads, "group": group, "dim": dim, "value_dim": dim, "page": page, "window": window}
+        calls.append(replace(LAYER, **call, keys=keys, values=values))
+    before, entries = [gluon_plan(p, 132, (9, 0), True) for p in calls], getattr(decode_shapes, table)
+    for i, entry in enumerate(entries):
+        other = entry._replace(cost=0.5 if entry.cost >= 1 else 2.0)
+        monkeypatch.setattr(decode_shapes, table, (*entries[:i], other, *entries[i + 1 :]))
+        assert [gluon_plan(p, 132, (9, 0), True) for p in calls] != before, entry.where

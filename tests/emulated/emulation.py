@@ -16,7 +16,8 @@ from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _problem_of
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block, ragged_blocks
+from halfbyte.plans.decode_attention import DecodePlan, gluon_plan, queries_of_a_block, ragged_blocks
+from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.experts_mma import ExpertsPlan
 from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, gluon_experts, wgmma_experts
 from halfbyte.plans.linear_spec import ExpertsProblem, LinearPlan, LinearProblem

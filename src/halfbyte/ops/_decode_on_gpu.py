@@ -17,19 +17,18 @@ from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import DecodeCall
 from halfbyte.ops import launch_cache
 from halfbyte.ops._decode_blocks import blocks_of, blocks_of_ragged, from_blocks, most_sequences, put
-from halfbyte.ops._decode_problem import DTYPES, problem_of
 from halfbyte.ops.declare import Op
 from halfbyte.ops.launch_cache import Layout, Signature, layout, replay
 from halfbyte.ops.workspace import floats
 from halfbyte.plans.decode_attention import (
     DecodePlan,
-    DecodeProblem,
     for_many_sequences,
     gluon_plan,
     queries_of_a_block,
     ragged_blocks,
 )
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan
+from halfbyte.plans.decode_problem import DTYPES, DecodeProblem, problem_of
 from halfbyte.settings import pair_launches
 
 Plan = DecodePlan | TritonTiles

@@ -10,11 +10,12 @@ import torch
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.ops._decode_problem import problem_of as _problem_of
 from halfbyte.ops._linear_on_gpu import run_plan as linear
 from halfbyte.ops.workspace import prepare
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem
+from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
+from halfbyte.plans.decode_problem import DecodeProblem
+from halfbyte.plans.decode_problem import problem_of as _problem_of
 from halfbyte.settings import interpreted, pair_launches
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from halfbyte.device import Capability
 from halfbyte.formats import Format, kv_format
-from halfbyte.plans.decode_attention import FIXED_SPLIT, DecodeProblem
+from halfbyte.plans.decode_problem import DecodeProblem
+from halfbyte.plans.decode_shapes import FIXED_SPLIT
 
 #: Warps that keep one SM busy: beyond them, more splits only cost.
 _WARPS_PER_SM = 16

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from halfbyte.device import Device
 from halfbyte.formats import weight_format
-from halfbyte.plans.decode_attention import dense_problem, gluon_plan
+from halfbyte.plans.decode_attention import gluon_plan
+from halfbyte.plans.decode_problem import dense_problem
 from halfbyte.plans.linear_spec import LinearProblem
 from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.precompile import BiasedProblem, Pair

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from halfbyte.formats import plain_format
 from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, of_capability, recorded
 from halfbyte.kernels.aot.decode_sample import Sample, sample
 from halfbyte.kernels.decode.launch import launches
 from halfbyte.kv_buffer import DecodeCall
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.decode_spec import DecodeWgmmaSpec
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
@@ -75,17 +75,3 @@ def _configurations(one: Sample) -> Iterator[Configuration]:
             target = 10 * capability[0] + capability[1]
             for found in recorded_launch(f"{one.name}-{of_capability(capability)}", one.call, plan):
                 yield replace(found, targets=(target,), may_spill=spilling)
-
-
-def problem_of(call: DecodeCall) -> DecodeProblem:
-    """The problem of a call of the sample, whose scales lie as its codes do."""
-    k, o, (batch, query_heads, queries, dim) = call.keys, call.options, call.q.shape
-    page = 0 if call.page_table is None else k.codes.shape[2]
-    stride = 1 if k.codes.stride(2) == k.codes.shape[3] else k.heads
-    return DecodeProblem(
-        *(plain_format(call.q.dtype).name, batch, k.heads, query_heads // k.heads, queries, dim, call.values.dim, call.capacity),
-        *(k.format.name, call.values.format.name, page),
-        *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, call.deterministic_batch),
-        *(stride, stride, stride, stride),
-        *(o.rotate_keys, False, k.sink_tokens, k.recent_tokens),
-    )

@@ -11,8 +11,8 @@ from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, reco
 from halfbyte.kernels.aot.decode_sample import Sample, sample
 from halfbyte.kernels.decode.portable import launch, workspace_floats
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.plans.decode_attention import DecodeProblem
 from halfbyte.plans.decode_portable import portable_plan, triton_tiles
+from halfbyte.plans.decode_problem import problem_of
 
 
 def configurations() -> list[Configuration]:
@@ -31,10 +31,7 @@ def _ragged(keys: str, values: str, tokens: int) -> list[Configuration]:
     k, v = (kv_buffer(KV_FORMATS[name], (4096, 8, 16, 128), 16, torch.bfloat16) for name in (keys, values))
     q, table = empty(1, 32, tokens, 128, dtype=torch.bfloat16), empty(16, 256)
     call = DecodeCall(q, k, v, empty(16), None, table, AttentionOptions(0.1), cu_seqlens_q=empty(17))
-    problem = DecodeProblem(
-        "bf16", 16, 8, 4, tokens, 128, 128, call.capacity, keys, values, 16, *(True, False, False, False, False), ragged=True
-    )
-    tiles = portable_plan(problem, 132, (8, 0))
+    tiles = portable_plan(problem_of(call), 132, (8, 0))
     out, lse = call.new_results()
     partial = empty(workspace_floats(lse.numel(), 128, tiles.splits), dtype=torch.float32)
     name = f"{keys}-{values}-ragged{'-split' if tiles.splits > 1 else ''}"
