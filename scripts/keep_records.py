@@ -17,11 +17,11 @@ import make_tables as tables
 from docgen import crossovers
 
 from halfbyte_lab.cases import linear_targets, targets
-from halfbyte_lab.cases.report_sections import BASELINES_MARK
 from halfbyte_lab.measure import compare
 from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.studies import QUESTIONS
+from halfbyte_lab.suites import BASELINES_MARK
 
 FILE = tables.ROOT / "results" / "gpu.jsonl"
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(Record) if f.default is not dataclasses.MISSING} | {"kernels": {}}

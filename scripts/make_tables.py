@@ -15,11 +15,11 @@ from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
 from halfbyte.evals.legend import HEADERS, format_rows
 from halfbyte_lab import studies
 from halfbyte_lab.cases import linear_baselines, linear_targets, literature, qkv_cases, targets
-from halfbyte_lab.cases.report_sections import of_study
 from halfbyte_lab.measure import charts, compare, records, tables
 from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.studies import QUESTIONS
+from halfbyte_lab.suites import of_study
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ROOT / "results" / "families.jsonl"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-import halfbyte_lab.cli
+import halfbyte_lab.bench
 from halfbyte import cli
 from halfbyte.paths import shipped_model
 
@@ -106,7 +106,7 @@ def run_command(command: str, where: str) -> None:
     words = shlex.split(command, comments=True)
     if not words:
         return
-    programs = {("halfbyte",): cli.main, ("python", "-m", "halfbyte_lab"): halfbyte_lab.cli.main}
+    programs = {("halfbyte",): cli.main, ("python", "-m", "halfbyte_lab"): halfbyte_lab.bench.main}
     if (program := next((start for start in programs if words[: len(start)] == list(start)), None)) is not None:
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as ended:
             programs[program](words[len(program) :])

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from halfbyte import cli as halfbyte_cli
-from halfbyte_lab import cli
+from halfbyte_lab import bench
 from halfbyte_lab.measure import records
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: str) -> int:
     """The exit code of `python -m halfbyte_lab ...` in this process."""
     with pytest.raises(SystemExit) as left:
-        cli.main(list(arguments))
+        bench.main(list(arguments))
     return int(left.value.code or 0)
 
 

@@ -20,7 +20,6 @@ from halfbyte.formats import weight_format
 from halfbyte_lab.cases import linear_baselines, linear_cases, linear_targets, literature, qkv_cases, qkv_layers
 from halfbyte_lab.cases.decompositions import DATA_PARALLEL, EVERY, KERNELS, Decomposition, Form, resident
 from halfbyte_lab.cases.linear_targets import INT4, LinearCase
-from halfbyte_lab.cases.report_sections import section_of
 from halfbyte_lab.cases.targets import judge
 from halfbyte_lab.measure import charts, records, session
 from halfbyte_lab.measure.checks import BenchmarkRefused
@@ -31,6 +30,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.measure.timing import Effort
 from halfbyte_lab.studies import w4a16_splitk
+from halfbyte_lab.suites import section_of
 
 BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
 FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)

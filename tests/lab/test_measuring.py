@@ -28,7 +28,6 @@ from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.evals.environment import Environment
 from halfbyte.settings import default_impl
 from halfbyte_lab.cases import append_case, chain, decode_cases, overhead, targets
-from halfbyte_lab.cases.report_sections import section_of
 from halfbyte_lab.cases.targets import Target, judge
 from halfbyte_lab.measure import caches, charts, checks, decode, linear, records, session, tables
 from halfbyte_lab.measure.caches import DecodeCase
@@ -47,6 +46,7 @@ from halfbyte_lab.measure.timing import (
     measure_interleaved,
     paired_launches,
 )
+from halfbyte_lab.suites import section_of
 
 BRIEF = Effort(seconds=0.0, repeats=3, block_seconds=1e-4, settle_seconds=0.01)
 FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)

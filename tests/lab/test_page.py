@@ -15,8 +15,8 @@ import pytest
 from halfbyte import cli
 from halfbyte.errors import InvalidArgument
 from halfbyte.evals.environment import Environment
-from halfbyte_lab import cli as benchmarks_cli
-from halfbyte_lab.cases import figures, report_sections
+from halfbyte_lab import bench, suites
+from halfbyte_lab.cases import figures
 from halfbyte_lab.measure import charts, compare, records, tables
 from halfbyte_lab.measure import figures as measure_figures
 from halfbyte_lab.measure import page as page_module
@@ -30,7 +30,7 @@ CPU = dataclasses.replace(GPU, device="CPU", driver="", threads=2, command="half
 SHAPE = {"B": 32, "Hq": 8, "H": 1, "D": 128, "T": 8192}
 
 
-page_of = functools.partial(page_module.write_page, section_of=report_sections.section_of)
+page_of = functools.partial(page_module.write_page, section_of=suites.section_of)
 
 
 def rec(formats: str = "int4", seconds: float | None = 1e-5, by: str = "halfbyte auto", **more: Any) -> Record:
@@ -241,10 +241,8 @@ def test_records_are_told_by_kind() -> None:
         "Decode attention": rec(case=""),
         "Something else": rec(op="something_else", study="of another version"),
     }
-    assert {report_sections.section_of(r).title: r for r in kinds.values()} == kinds
-    assert next(
-        (t.title, len(found)) for t, found in by_section([*kinds.values(), rec(op="append")], report_sections.section_of)
-    ) == (
+    assert {suites.section_of(r).title: r for r in kinds.values()} == kinds
+    assert next((t.title, len(found)) for t, found in by_section([*kinds.values(), rec(op="append")], suites.section_of)) == (
         next(iter(kinds)),
         2,
     )
@@ -340,7 +338,7 @@ def test_bad_records_are_one_line(text: str | None, named: str, tmp_path: Path, 
     if text is not None:
         path.write_text(text)
     with pytest.raises(SystemExit, match="1"):
-        benchmarks_cli.main(["report", str(path), "-o", str(tmp_path / "r.html")])
+        bench.main(["report", str(path), "-o", str(tmp_path / "r.html")])
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1

@@ -16,11 +16,11 @@ import torch
 import halfbyte
 from halfbyte import precompile
 from halfbyte.device import Device
-from halfbyte_lab import cli as benchmarks_cli
+from halfbyte_lab import bench, suites
 from halfbyte_lab.baselines import Baseline, Prepared, attention
 from halfbyte_lab.baselines import linear as linear_adapters
 from halfbyte_lab.baselines import run as run_baselines
-from halfbyte_lab.cases import decode_cases, linear_cases, report_sections, suites
+from halfbyte_lab.cases import decode_cases, linear_cases
 from halfbyte_lab.cases.linear_targets import LinearCase
 from halfbyte_lab.measure import decode, linear, records, session
 from halfbyte_lab.measure import suite as suite_module
@@ -162,9 +162,9 @@ def test_all_has_every_command_and_every_study() -> None:
     on_gpu = Session(Options(quick=True), FAKE)
     on_gpu.device = GPU
     assert [s.section for s in suites.every(on_gpu)][:3] == [
-        report_sections.DECODE,
-        report_sections.LINEAR,
-        report_sections.BASELINES,
+        suites.DECODE,
+        suites.LINEAR,
+        suites.BASELINES,
     ]
 
 
@@ -189,9 +189,9 @@ def test_a_study_is_told_as_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 @pytest.mark.parametrize("make", [suites.decode, suites.linear])
 def test_cases_with_targets_are_those_of_a_gpu(make: Any) -> None:
     on_gpu = quick()
-    assert make(on_gpu).section not in (report_sections.DECODE, report_sections.LINEAR)
+    assert make(on_gpu).section not in (suites.DECODE, suites.LINEAR)
     on_gpu.device = GPU
-    assert make(on_gpu).section in (report_sections.DECODE, report_sections.LINEAR)
+    assert make(on_gpu).section in (suites.DECODE, suites.LINEAR)
 
 
 def test_bench_all_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_bench_all_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(suites, "every", lambda _: chosen)
     page, output = tmp_path / "p.html", tmp_path / "r.jsonl"
     with pytest.raises(SystemExit, match="130"):
-        benchmarks_cli.main(["all", "--quick", "--device", "cpu", "-o", str(output), "--html", str(page), "--json"])
+        bench.main(["all", "--quick", "--device", "cpu", "-o", str(output), "--html", str(page), "--json"])
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["case"] for line in lines] == ["a"]
     assert [r.case for r in records.read(output).records] == ["a"]
@@ -269,11 +269,11 @@ def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]
     assert absent.missing(FAKE) == "not installed: pip install x; needs an NVIDIA GPU"
     assert absent.missing(GPU) == "not installed: pip install x"
     with pytest.raises(SystemExit, match="0"):
-        benchmarks_cli.main(["baselines", "--device", "cpu", "--json"])
+        bench.main(["baselines", "--device", "cpu", "--json"])
     rows = json.loads(capsys.readouterr().out)
     assert {row["peer"]: row["runs here"] for row in rows} == listed
     with pytest.raises(SystemExit, match="1"):
-        benchmarks_cli.main(["baselines", "--quick"])
+        bench.main(["baselines", "--quick"])
     assert "need --measure" in capsys.readouterr().err
 
 

@@ -15,10 +15,10 @@ from halfbyte.evals.legend import HEADERS as FORMAT_HEADERS
 from halfbyte.evals.legend import format_rows
 from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting
 from halfbyte.terminal import show_table
-from halfbyte_lab.cases.report_sections import section_of
 from halfbyte_lab.measure.records import read_all
 from halfbyte_lab.measure.report_sections import by_section
 from halfbyte_lab.measure.tables import filled
+from halfbyte_lab.suites import section_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -40,7 +40,7 @@ from halfbyte.plans.tuning_cache import (
 )
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
-from halfbyte_lab import cli
+from halfbyte_lab import bench
 from halfbyte_lab.measure import trials as session_module
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
@@ -538,7 +538,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
 
 def run(*arguments: str) -> int:
     try:
-        cli.main(list(arguments))
+        bench.main(list(arguments))
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0

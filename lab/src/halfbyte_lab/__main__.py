@@ -1,6 +1,6 @@
 """`python -m halfbyte_lab`."""
 
-from halfbyte_lab.cli import main
+from halfbyte_lab.bench import main
 
 if __name__ == "__main__":
     main()

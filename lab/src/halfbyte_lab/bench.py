@@ -1,18 +1,27 @@
-"""`halfbyte bench`: time what runs on this machine, and make pages of what was measured."""
+"""`halfbyte bench` and, the same, `python -m halfbyte_lab`: cases with targets, sizes, baselines, studies, plans and pages."""
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from halfbyte.cli.shared import App, Where, integers, pairs, print_table, token_counts, words
+from halfbyte.cli import run_app
+from halfbyte.cli.options import Output
+from halfbyte.cli.shared import App, Json, Where, integers, pairs, print_table, token_counts, words
+from halfbyte.errors import InvalidArgument
 from halfbyte_lab.bench_model import bench_model
-from halfbyte_lab.options import Formats, Impls, RunOptions, measures, run_suites, write_report
+from halfbyte_lab.options import Formats, Impls, RunOptions, measures
+from halfbyte_lab.tune.command import tune
 
-app = App(help="Benchmark the kernels on this machine. A result that fails its accuracy check gets no time.")
+app = App(
+    name="python -m halfbyte_lab",
+    help="Measure halfbyte on this machine: a result that fails its accuracy check gets no time. Small without a GPU.",
+)
 
 Files = Annotated[list[Path], typer.Argument(help="Files of records, written by --output.")]
 Against = Annotated[
@@ -22,19 +31,33 @@ PageFile = Annotated[Path, typer.Option("--html", "--output", "-o", help="The HT
 Title = Annotated[str, typer.Option(help="Title of the page.")]
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point."""
+    run_app(app, arguments)
+
+
+@app.command("all")
+@measures
+def run_all(options: RunOptions) -> None:
+    """Everything: attention, linear layers, mixtures of experts, baselines and every study. Ctrl-C keeps what was measured."""
+    from halfbyte_lab import suites
+
+    suites.run_suites(options, "everything", suites.every)
+
+
 @app.command("decode")
 @measures
 def bench_decode(
     options: RunOptions,
-    batch: Annotated[str, typer.Option(help="Batch sizes; without any size option the default cases run.")] = "",
+    batch: Annotated[str, typer.Option(help="Batch sizes; without sizes and formats every case with a target runs.")] = "",
     heads: Annotated[str, typer.Option(help="Query heads / KV heads, such as 32/8,8/1.")] = "",
     dim: Annotated[str, typer.Option(help="Head dims.")] = "",
     context: Annotated[str, typer.Option(help="Tokens in the cache, such as 8192,128K.")] = "",
     formats: Formats = "",
     impl: Impls = "",
 ) -> None:
-    """Decode attention, one new token, compared with torch's 16-bit attention."""
-    from halfbyte_lab.measure import suite
+    """Decode attention of one new token, compared with torch's 16-bit attention; on a GPU also appends and the host's time."""
+    from halfbyte_lab import suites
     from halfbyte_lab.measure.decode import DecodeShape
 
     shapes = [
@@ -45,20 +68,20 @@ def bench_decode(
         for t in token_counts(context or "8192")
         if batch or heads or dim or context
     ]
-    run_suites(options, "decode attention", lambda _: [suite.decode_attention(shapes, words(formats), words(impl))])
+    suites.run_suites(options, "decode attention", lambda s: [suites.decode(s, shapes, words(formats), words(impl))])
 
 
 @app.command("linear")
 @measures
 def bench_linear(
     options: RunOptions,
-    rows: Annotated[str, typer.Option(help="Batch sizes M; without any size option the default cases run.")] = "",
+    rows: Annotated[str, typer.Option(help="Batch sizes M; without sizes and formats every case with a target runs.")] = "",
     size: Annotated[str, typer.Option(help="Out x in features, such as 4096x4096,14336x4096.")] = "",
     formats: Formats = "",
     impl: Impls = "",
 ) -> None:
     """Linear layers with packed weights, compared with torch's 16-bit GEMM."""
-    from halfbyte_lab.measure import suite
+    from halfbyte_lab import suites
     from halfbyte_lab.measure.linear import LinearShape
 
     shapes = [
@@ -67,9 +90,101 @@ def bench_linear(
         for n, k in pairs(size or "4096x4096", "x", "size")
         if rows or size
     ]
-    run_suites(options, "linear layers", lambda _: [suite.linear_layers(shapes, words(formats), words(impl))])
+    suites.run_suites(options, "linear layers", lambda s: [suites.linear(s, shapes, words(formats), words(impl))])
 
 
+@app.command("experts")
+@measures
+def run_experts(options: RunOptions, impl: Impls = "") -> None:
+    """Mixtures of experts: 1 to 64 tokens against reading the experts that are hit, prompts against a 16-bit grouped GEMM."""
+    from halfbyte_lab import suites
+
+    suites.run_suites(options, "mixtures of experts", lambda s: [suites.experts(s, words(impl))])
+
+
+@app.command("qkv")
+@measures
+def run_qkv(
+    options: RunOptions,
+    weights: Annotated[
+        Path | None, typer.Option(help="A folder of `halfbyte extract`; default: the shipped model's, in GPT-2's shape.")
+    ] = None,
+    impl: Annotated[str, typer.Option(help="Implementation of the fused projection, such as auto, triton, cpu.")] = "auto",
+) -> None:
+    """The four published variants of quantized attention, launch by launch, and one launch for q, k and v against three."""
+    from halfbyte_lab import suites
+
+    suites.run_suites(options, "q, k, v", lambda _: [suites.qkv(weights, impl)])
+
+
+@app.command("evaluate")
+@measures
+def run_evaluate(
+    options: RunOptions,
+    model: Annotated[str, typer.Argument(help="A model folder, a Hub id such as gpt2, or demo.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    layer: Annotated[int, typer.Option(help="The attention layer; negative numbers count from the end.")] = 0,
+) -> None:
+    """One attention layer of a model through all variants and formats: weights, records, table and plots as files."""
+    from halfbyte_lab.suites import evaluate
+
+    evaluate(options, model, folder, layer)
+
+
+@app.command("study")
+@measures
+def run_study(
+    options: RunOptions,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Which ones; without a name they are listed.")
+    ] = None,
+) -> None:
+    """Published tables and questions, measured again: each a table, a chart and what they show."""
+    from halfbyte_lab import suites
+    from halfbyte_lab.studies import QUESTIONS
+
+    if not names:
+        for known, asks in QUESTIONS.items():
+            print(f"{known:18} {asks}")
+        return
+    chosen = [suites.study(name) for name in dict.fromkeys(names)]
+    suites.run_suites(options, ", ".join(dict.fromkeys(names)), lambda _: chosen)
+
+
+@app.command("overhead")
+def run_overhead(output: Output = None, device: Where = None, as_json: Json = False) -> None:
+    """What one eager call costs the host, compared with Triton's own launch of a kernel. Needs a GPU."""
+    from halfbyte_lab import suites
+
+    options = RunOptions(output, device=device, as_json=as_json)
+    suites.run_suites(options, "overhead", lambda _: [suites.overhead()])
+
+
+@app.command("baselines")
+@measures
+def run_baselines(
+    options: RunOptions,
+    measure: Annotated[bool, typer.Option("--measure", help="Time those that run here, and halfbyte, on three cases.")] = False,
+) -> None:
+    """The other implementations that halfbyte is measured against: which run here, and why the others do not."""
+    from halfbyte.device import describe
+    from halfbyte_lab import suites
+    from halfbyte_lab.baselines import run
+
+    if measure:
+        suites.run_suites(options, "baselines", lambda _: [suites.baselines()])
+        return
+    if replace(options, device=None, as_json=False) != RunOptions():
+        options_of = "--output, --quick, --filter, --threads, --kernels and --html"
+        raise InvalidArgument(f"{options_of} need --measure; without it the baselines are listed")
+    rows = run.table_rows(describe(options.device))
+    if options.as_json:
+        print(json.dumps([dict(zip(run.HEADERS, row, strict=True)) for row in rows], indent=2))
+        return
+    print_table("", run.HEADERS, rows, text_columns=len(run.HEADERS))
+
+
+app.command("tune")(tune)
 app.command("model")(bench_model)
 
 
@@ -87,6 +202,8 @@ def bench_roofline(
 @app.command("report")
 def bench_report(files: Files, against: Against = None, output: PageFile = Path("report.html"), title: Title = "report") -> None:
     """Write records as one HTML page: tables, charts, environments, commands; with --against also changes."""
+    from halfbyte_lab.suites import write_report
+
     write_report(files, against or [], output, title)
 
 
