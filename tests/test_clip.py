@@ -14,7 +14,7 @@ from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS, Format
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
-from halfbyte_lab.evals.heads import recorded_heads
+from halfbyte_lab.evals.outliers import recorded_heads
 
 CLIPPED = {name: fmt for name, fmt in KV_FORMATS.items() if fmt.clip < 1}
 

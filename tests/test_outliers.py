@@ -17,8 +17,7 @@ from halfbyte.errors import Unsupported
 from halfbyte.evals import model as models
 from halfbyte.evals.quality import Setting, evaluate
 from halfbyte.evals.text import heldout_text, windows
-from halfbyte_lab.evals.heads import recorded_heads
-from halfbyte_lab.evals.outliers import PROFILES, Outliers, with_outliers
+from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads, with_outliers
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import typer.main
 import halfbyte
 from docgen.sources import ROOT, tables
 from halfbyte import settings
-from halfbyte.cli import app
+from halfbyte.cli import command_line as all_commands
 
 markdown = tables.markdown
 
@@ -31,7 +31,7 @@ def _first_sentence(name: str) -> str:
 
 def command_line() -> str:
     """Every command: what it does, its arguments and options."""
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(all_commands())
     return "\n\n".join(_section(path, command) for path, command in _commands("halfbyte", root))
 
 

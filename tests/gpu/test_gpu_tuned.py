@@ -15,7 +15,7 @@ from halfbyte.ops import _linear_on_gpu
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import with_linear_choice
-from halfbyte_lab.tune.choices import linear_choices
+from halfbyte_lab.tune.search import linear_choices
 
 
 @needs_gpu

@@ -14,7 +14,7 @@ from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
-from halfbyte_lab.cases import splits
+from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.measure.timing import Effort
@@ -36,9 +36,9 @@ def case(context: int, lengths: tuple[int, ...] = ()) -> tuple[torch.Tensor, hal
 @pytest.mark.parametrize(("count", "kernels"), [(1, 1), (2, 2), (5, 2)])
 def test_the_portable_kernel_in_so_many_splits(count: int, kernels: int) -> None:
     q, cache = case(300, (300, 70))
-    plan = splits.split(by_plan.planned(q, cache, "triton"), count, 300)
+    plan = decode_variants.split(by_plan.planned(q, cache, "triton"), count, 300)
     assert isinstance(plan, TritonTiles)
-    assert (splits.splits_of(plan), splits.launches(plan)) == (count, kernels)
+    assert (decode_variants.splits_of(plan), decode_variants.launches(plan)) == (count, kernels)
     out = by_plan.attend(q, cache, plan)
     for b, length in enumerate((300, 70)):
         k, v = (x[b : b + 1, :, :length] for x in cache.dequantized())
@@ -46,7 +46,7 @@ def test_the_portable_kernel_in_so_many_splits(count: int, kernels: int) -> None
         base, ref = (way(mine, k, v, 32**-0.5) for way in (eager_attention, float64_attention))
         assert attention_accuracy(out[b : b + 1], base, ref).ok
     with pytest.raises(Unsupported, match="6 splits of 300 tokens; the portable kernel has 5 blocks"):
-        splits.split(plan, 6, 300)
+        decode_variants.split(plan, 6, 300)
 
 
 def test_the_tuned_kernel_has_as_many_programs_and_a_tile_for_each() -> None:
@@ -54,18 +54,18 @@ def test_the_tuned_kernel_has_as_many_programs_and_a_tile_for_each() -> None:
     plan = by_plan.planned(q, cache, "gluon")
     assert isinstance(plan, DecodePlan)
     for count in (1, 2, 8, 16):
-        cut = splits.split(plan, count, 1024)
+        cut = decode_variants.split(plan, count, 1024)
         assert isinstance(cut, DecodePlan)
-        assert (cut.programs, splits.splits_of(cut), splits.launches(cut)) == (4 * count, count, 1)
+        assert (cut.programs, decode_variants.splits_of(cut), decode_variants.launches(cut)) == (4 * count, count, 1)
         assert count * cut.spec.tile <= 1024
         assert cut.floats == 2 * cut.programs * cut.spec.partial_floats
-    assert splits.split(plan, 2, 1024).spec == plan.spec  # type: ignore[union-attr]
+    assert decode_variants.split(plan, 2, 1024).spec == plan.spec  # type: ignore[union-attr]
     with pytest.raises(Unsupported, match="32 splits of 1024 tokens; the tuned kernel's tiles have 64 at least"):
-        splits.split(plan, 32, 1024)
+        decode_variants.split(plan, 32, 1024)
     with pytest.raises(Unsupported, match="32768 programs"):
-        splits.split(plan, 2**14, 2**24)
+        decode_variants.split(plan, 2**14, 2**24)
     with pytest.raises(InvalidArgument, match="splits=0"):
-        splits.split(plan, 0, 1024)
+        decode_variants.split(plan, 0, 1024)
     paired = replace(plan, spec=replace(plan.spec, use_pdl=True))
     assert by_plan.unpaired(paired) == replace(plan, spec=replace(plan.spec, use_pdl=False))
 

@@ -14,7 +14,7 @@ from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS
 from halfbyte.memory import meta_model, packed_layers
-from halfbyte_lab.evals.heads import Heads, recorded_heads
+from halfbyte_lab.evals.outliers import Heads, recorded_heads
 from halfbyte_lab.measure import records
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.records import Record

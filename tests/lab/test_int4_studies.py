@@ -19,7 +19,7 @@ from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.plans.decode_problem import DecodeProblem as Call
 from halfbyte.settings import pair_launches
-from halfbyte_lab.cases import splits
+from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
 from halfbyte_lab.measure import charts, compare, session, tables
 from halfbyte_lab.measure.caches import DecodeCase, Inputs
@@ -292,7 +292,7 @@ def test_the_ladder_where_programs_share_a_unit_has_a_second_launch() -> None:
         "programs as planned",
         "launches overlap",
     ]
-    assert [splits.launches(rung.plan) for rung in found.values()] == [1, 1, 2, 1, 1, 1]
+    assert [decode_variants.launches(rung.plan) for rung in found.values()] == [1, 1, 2, 1, 1, 1]
     assert [dict(rung.sizes) for rung in found.values()] == [{}, {"stages": 3}, {"splits": 16}, {}, {"programs": 128}, {}]
     alone = by_plan.unpaired(plan)
     assert isinstance(alone, DecodePlan)

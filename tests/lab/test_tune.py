@@ -46,8 +46,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.measure.timing import NOT_CAPTURED, Work
 from halfbyte_lab.tune import search as tune
-from halfbyte_lab.tune.choices import MOST_CHOICES, linear_choice, linear_choices
-from halfbyte_lab.tune.store import Store, write
+from halfbyte_lab.tune.search import MOST_CHOICES, Store, linear_choice, linear_choices, write
 
 INT4 = WEIGHT_FORMATS["int4_sym_g128"]
 

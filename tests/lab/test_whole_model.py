@@ -18,8 +18,7 @@ import torch.distributed as dist
 from halfbyte.device import Device
 from halfbyte.ops.all_reduce import AllReduce, of_all
 from halfbyte_lab.cases import whole_model
-from halfbyte_lab.cases.rank import LLAMA_2_70B, Entry, Model, Product, Rank, RankLayer, Step, StepCase
-from halfbyte_lab.cases.ranks import first_of_ranks
+from halfbyte_lab.cases.rank import LLAMA_2_70B, Entry, Model, Product, Rank, RankLayer, Step, StepCase, first_of_ranks
 from halfbyte_lab.cases.whole_model import SMALL, RanksJob, WholeStep
 from halfbyte_lab.measure import caches, decode
 from halfbyte_lab.measure.caches import DecodeCase, Inputs

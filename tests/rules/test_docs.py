@@ -127,8 +127,9 @@ def test_what_the_examples_use_is_in_the_reference() -> None:
 
 def test_commands_in_the_pages_exist() -> None:
     """Every `halfbyte word` of a code block is a command."""
-    from halfbyte.cli import app
+    from halfbyte.cli import command_line
 
+    app = command_line()
     known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     text = "\n".join(page.read_text() for page in PAGES)
     code = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

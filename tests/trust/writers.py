@@ -30,7 +30,7 @@ from halfbyte.plans.linear_spec import LinearProblem
 from halfbyte.plans.tuning_cache import Table, TunedEntry
 from halfbyte_lab.measure import records
 from halfbyte_lab.report import Report
-from halfbyte_lab.tune.store import Store
+from halfbyte_lab.tune.search import Store
 
 RESULTS = Path(__file__).parents[2] / "results" / "cpu.jsonl"
 SIZES = ModelSizes("llama", 40, 2, 32, 32, 64)

@@ -5,6 +5,7 @@ Imports of everything heavy are inside the commands, so that `halfbyte --help` i
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
@@ -33,22 +34,26 @@ app.command("explain")(inspect.explain)
 LABORATORY = ("bench", "demo", "extract")
 
 
+@functools.cache
+def command_line() -> App:
+    """All commands, those of the laboratory included."""
+    try:
+        laboratory("commands", "this command").add_to(app)
+    except MissingPackage as error:
+        for name in LABORATORY:
+            _missing(name, error)
+    return app
+
+
 def _missing(name: str, error: MissingPackage) -> None:
     @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def command() -> None:
         raise error
 
 
-try:
-    laboratory("commands", "this command").add_to(app)
-except MissingPackage as missing:
-    for _name in LABORATORY:
-        _missing(_name, missing)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Entry point."""
-    run_app(app, arguments)
+    run_app(command_line(), arguments)
 
 
 def run_app(app: typer.Typer, arguments: list[str] | None = None) -> None:

@@ -23,8 +23,7 @@ from halfbyte.device import Device
 from halfbyte.evals.environment import Environment
 from halfbyte.ops.all_reduce import AllReduce, of_all
 from halfbyte.precompile import Pair
-from halfbyte_lab.cases.rank import LLAMA_2_70B, NOT_HELD, PLAIN, Entry, Made, Model, Rank, Step, StepCase, entries
-from halfbyte_lab.cases.ranks import first_of_ranks
+from halfbyte_lab.cases.rank import LLAMA_2_70B, NOT_HELD, PLAIN, Entry, Made, Model, Rank, Step, StepCase, entries, first_of_ranks
 from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.caches import Promise, Rotation, held_by, sequences
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused

@@ -7,10 +7,11 @@ import gc
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -18,24 +19,54 @@ from rich.console import Console
 from halfbyte.device import Device, describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.evals.environment import environment
-from halfbyte.terminal import show_table
+from halfbyte.terminal import progress, show_table
 from halfbyte_lab.measure import cupti, records
 from halfbyte_lab.measure.checks import Accuracy
-from halfbyte_lab.measure.progress import Named, Steps, job_name
 from halfbyte_lab.measure.records import Record, with_accuracy, with_timing
 from halfbyte_lab.measure.roofline import Roofline
 from halfbyte_lab.measure.tables import Table, is_noisy
-from halfbyte_lab.measure.timing import (
-    GRAPHS,
-    QUICK,
-    Effort,
-    Work,
-    check_threads,
-    fixed_threads,
-    is_cold,
-    rotation_copies,
-)
+from halfbyte_lab.measure.timing import GRAPHS, QUICK, Effort, Work, check_threads, fixed_threads, is_cold, rotation_copies
 from halfbyte_lab.measure.trials import Outcome, Trial, one_by_one, reason, run_trials
+
+
+class Named(Protocol):
+    """A job, as far as a progress bar knows it."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+J = TypeVar("J", bound=Named)
+
+
+def job_name(job: Named) -> str:
+    """ "linear: 4096 x 4096": what tells a job from the others of its study."""
+    return f"{job.op}: {job.name}"
+
+
+class Steps:
+    """The progress of jobs; several lists of them can share it."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self._bar = progress(console)
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def over(self, jobs: Sequence[J]) -> Iterator[J]:
+        """The jobs one by one, each counted when it is done."""
+        for job in jobs:
+            self._bar.update(self._task, description=job_name(job))
+            yield job
+            self._bar.advance(self._task)
+
 
 __all__ = ["Candidate", "Case", "Job", "Options", "Session", "reason"]
 

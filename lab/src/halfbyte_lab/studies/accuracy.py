@@ -26,8 +26,7 @@ from halfbyte.memory import quantized_bytes
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear
 from halfbyte.reference.quantize import quantize
-from halfbyte_lab.evals.heads import BIAS, Heads, recorded_heads
-from halfbyte_lab.evals.outliers import Outliers, with_outliers
+from halfbyte_lab.evals.outliers import BIAS, Heads, Outliers, recorded_heads, with_outliers
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.checks import BenchmarkRefused, eager_attention, float64_attention, timed_attention_accuracy
 from halfbyte_lab.measure.linear import promise

@@ -21,7 +21,7 @@ from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.precompile import Pair
 from halfbyte_lab.baselines.run import attention_baselines
-from halfbyte_lab.cases import splits
+from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_cases import measure_baselines
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
 from halfbyte_lab.measure import charts, precompile
@@ -139,7 +139,7 @@ def swept(plan: by_plan.Plan, counts: Sequence[int], context: int) -> dict[int, 
     found: dict[int, by_plan.Plan] = {}
     for count in counts:
         with contextlib.suppress(Unsupported):
-            cut = splits.split(plan, count, context)
+            cut = decode_variants.split(plan, count, context)
             if not (isinstance(cut, DecodePlan) and isinstance(plan, DecodePlan) and cut.spec != plan.spec):
                 found[count] = cut
     return found

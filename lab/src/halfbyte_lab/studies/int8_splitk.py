@@ -22,7 +22,7 @@ from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_problem import dense_problem
 from halfbyte.precompile import taken
-from halfbyte_lab.cases import splits
+from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_cases import measure_baselines
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
 from halfbyte_lab.cases.overhead import bare_launch
@@ -134,18 +134,18 @@ def cuts(plan: by_plan.Plan, counts: Sequence[int], context: int) -> dict[str, b
     found = {PLANNED: plan}
     for count in counts:
         with contextlib.suppress(Unsupported):
-            found[f", {count} split{'s' * (count > 1)}"] = splits.split(plan, count, context)
+            found[f", {count} split{'s' * (count > 1)}"] = decode_variants.split(plan, count, context)
     return found
 
 
 def sizes(plan: by_plan.Plan, problem: DecodeCase) -> dict[str, int]:
     """Programs that have work, and launches of a call. The tuned kernel gives a program a tile's worth of work, or none."""
     units = problem.shape.batch * problem.shape.kv_heads
-    programs = units * round(splits.splits_of(plan))
+    programs = units * round(decode_variants.splits_of(plan))
     if isinstance(plan, DecodePlan):
         tiles = sum(n * -(-tokens // plan.spec.tile) for n, tokens in problem.spans) * problem.shape.kv_heads
         programs = min(plan.programs, tiles + units)  # a unit costs a tile beside its own
-    return {"programs": programs, "launches": splits.launches(plan)}
+    return {"programs": programs, "launches": decode_variants.launches(plan)}
 
 
 def occupancy(device: Device, problem: DecodeCase, plan: by_plan.Plan, half: bool = False) -> dict[str, int]:

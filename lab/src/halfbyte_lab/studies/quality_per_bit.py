@@ -24,8 +24,7 @@ from halfbyte.settings import CLIP
 from halfbyte.settings import KEYS as DEFAULT_KEYS
 from halfbyte.settings import VALUES as DEFAULT_VALUES
 from halfbyte.settings import WEIGHTS as DEFAULT_WEIGHTS
-from halfbyte_lab.evals.heads import recorded_heads
-from halfbyte_lab.evals.outliers import PROFILES, Outliers
+from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session

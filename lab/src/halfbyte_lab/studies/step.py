@@ -33,7 +33,7 @@ from halfbyte.hf.every_forward import packed_forwards
 from halfbyte.hf.model_support import blocks, head_dims, read_config
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.paths import resolve_model
-from halfbyte_lab.cases.ranks import first_of_ranks
+from halfbyte_lab.cases.rank import first_of_ranks
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.caches import DecodeCase, Inputs, Promise, fill, held_by
 from halfbyte_lab.measure.checks import BenchmarkRefused

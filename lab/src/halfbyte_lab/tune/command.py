@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from halfbyte_lab.measure.session import Session
-    from halfbyte_lab.tune.search import LinearTuning
-    from halfbyte_lab.tune.store import Store
+    from halfbyte_lab.tune.search import LinearTuning, Store
 
 #: What is measured unless sizes are given: the projections of Llama-3-8B and 70B; with --quick one of them.
 _LINEAR, _QUICK_LINEAR = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672", "4096x4096"
@@ -58,8 +57,7 @@ def tune(
     from halfbyte.paths import own_plans
     from halfbyte.plans.tuning_cache import Table
     from halfbyte_lab.measure.session import Options, Session
-    from halfbyte_lab.tune.search import SCREEN
-    from halfbyte_lab.tune.store import Store
+    from halfbyte_lab.tune.search import SCREEN, Store
 
     if not linear:
         linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)

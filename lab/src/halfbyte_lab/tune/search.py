@@ -7,29 +7,130 @@ analytic plan and the two fastest others once more, with more samples, so that n
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import halfbyte
 from halfbyte.device import GPU
+from halfbyte.errors import InvalidArgument
 from halfbyte.formats import weight_format
 from halfbyte.ops import by_plan
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
+from halfbyte.paths import write_whole
+from halfbyte.plans.linear import even_programs, fewest_programs
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuning_cache import TunedEntry
-from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
+from halfbyte.plans.tuning_cache import VERSION, DamagedPlans, Table, TunedEntry, check_gpu, key_of, read
+from halfbyte.plans.tuning_space import CHUNKS, STAGES, TILES, WGMMA_CHUNKS, LinearChoice, with_linear_choice
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte_lab.measure.linear import copies_of, promise
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Candidate, Case, Session, reason
 from halfbyte_lab.measure.timing import NOT_CAPTURED, Effort, paired_launches
-from halfbyte_lab.tune.choices import linear_choices
-from halfbyte_lab.tune.store import Store
+
+
+def write(file: Path, table: Table) -> None:
+    """Store a table, one entry a line, in place of what was there: at once, so that a kill leaves the old file or the new one."""
+    lines = [json.dumps(_plain(key, entry), sort_keys=True) for key, entry in sorted(table.entries.items())]
+    head = {"halfbyte plans": VERSION, "gpu": table.gpu, "multiprocessors": table.num_sms, "made with": dict(table.made_with)}
+    text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    write_whole(file, text)
+
+
+def _plain(key: str, entry: TunedEntry) -> dict[str, Any]:
+    choice = None if entry.choice is None else asdict(entry.choice)
+    times = {"us": round(1e6 * entry.seconds, 3), "analytic us": round(1e6 * entry.analytic_seconds, 3)}
+    return {"problem": json.loads(key), "choice": choice, **times, "date": entry.date}
+
+
+@dataclass(frozen=True)
+class Store:
+    """The file that measured plans go to, each at once, behind those that it holds; other processes may add to it too.
+
+    head  the table without its entries; anew: whether a file that is no table of this GPU is replaced, else refused
+    """
+
+    file: Path
+    head: Table
+    anew: bool = False
+
+    def entries(self) -> Mapping[str, TunedEntry]:
+        """What the file holds now. Raises `InvalidArgument` for one that is to be kept and cannot be added to."""
+        if not self.file.exists():
+            return {}
+        try:
+            table = read(self.file)
+            check_gpu(table, self.head.gpu, self.head.num_sms, str(self.file))
+        except DamagedPlans as error:
+            if not self.anew:
+                raise InvalidArgument(f"output={str(self.file)!r} is kept as it is: {error}; name another file") from error
+            return {}
+        return table.entries
+
+    def add(self, problem: LinearProblem, entry: TunedEntry) -> None:
+        """Store an entry in place of an older one of the same problem."""
+        import fcntl  # POSIX has it, and every system with a GPU that this runs on
+
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        # The lock lies in a file of its own: the table is another file after every write.
+        with self.file.with_name(f".{self.file.name}.lock").open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: what was measured is stored all the same
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            write(self.file, replace(self.head, entries={**self.entries(), key_of(problem): entry}))
+
+
+#: How many choices of a problem are measured.
+MOST_CHOICES = 24
+
+
+def linear_choices(plan: LinearPlan, problem: LinearProblem, gpu: GPU) -> list[LinearChoice]:
+    """Choices worth measuring, that of the plan first: its shape and its neighbours', each cut in several ways."""
+    first = linear_choice(plan)
+    shapes = list(_linear_shapes(plan, first, problem, gpu))
+    found = [first]
+    for shape in (first, *shapes):
+        made = with_linear_choice(plan, replace(shape, programs=1), problem, gpu)
+        assert isinstance(made, LinearPlan), made
+        slots = gpu.num_sms * shape.blocks
+        counts = [fewest_programs(made.tiles, made.steps, gpu.num_sms, shape.blocks), slots]
+        counts.append(even_programs(made.tiles, made.steps, slots))
+        if made.tiles <= 2 * slots:  # one tile each, or as many equal parts of each as fill the GPU once or twice
+            parts = [made.tiles * n for n in range(1, 9)]
+            counts += [n for n in parts if 0.5 * slots <= n <= 2 * slots][: None if shape is first else 2]
+        for count in counts:
+            choice = replace(shape, programs=count)
+            if isinstance(with_linear_choice(plan, choice, problem, gpu), LinearPlan):
+                found.append(choice)
+    return list(dict.fromkeys(found))[:MOST_CHOICES]
+
+
+def _linear_shapes(plan: LinearPlan, first: LinearChoice, problem: LinearProblem, gpu: GPU) -> Iterator[LinearChoice]:
+    """Other shapes of tile, chunk and programs at once, each with as many stages as fit."""
+    few = isinstance(plan.spec, LinearSpec)
+    tiles = TILES[plan.spec.warps_m] if isinstance(plan.spec, LinearSpec) else (first.tile,)
+    for blocks, chunk, tile in itertools.product((2, 1) if few else (1,), CHUNKS if few else WGMMA_CHUNKS, tiles):
+        if (tile, chunk, blocks) == (first.tile, first.chunk, first.blocks) or (chunk == 128 and first.chunk > 128):
+            continue  # pieces of 64 bytes of a row were the slowest of all
+        for stages in STAGES if few else range(8, 2, -1):
+            shape = LinearChoice(tile, chunk, stages, blocks, 1)
+            if isinstance(with_linear_choice(plan, shape, problem, gpu), LinearPlan):
+                yield shape
+                break
+
+
+def linear_choice(plan: LinearPlan) -> LinearChoice:
+    """The choice that a plan made."""
+    spec = plan.spec
+    return LinearChoice(spec.tile, spec.chunk, spec.stages, plan.programs_per_sm, plan.programs)
+
 
 #: How much is measured of every choice, and of those that are left.
 SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=5e-4, settle_seconds=0.01, settle_spread=0.05)
