@@ -185,8 +185,9 @@ def test_writing_stops_at_the_end_of_text(shipped: Any) -> None:
 
 def test_tokenizers(tmp_path: Path) -> None:
     assert isinstance(load_tokenizer(str(tmp_path), 256), ByteTokenizer)
-    with pytest.raises(InvalidArgument, match="too small for bytes"):
-        load_tokenizer(str(tmp_path), 101)
+    for size in (101, 257, 32_000):
+        with pytest.raises(InvalidArgument, match=f"vocabulary of {size} is not that of bytes.*copy"):
+            load_tokenizer(str(tmp_path), size)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer does not load"):
         load_tokenizer(str(tmp_path), 256)

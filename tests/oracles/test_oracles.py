@@ -31,7 +31,16 @@ def loaded(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Pat
 
 
 def normal(seed: int = 0, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    """Weights with a row of zeros (pruned, or padding), a tiny row and a huge one."""
+    return with_extremes(torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05, 2.0**-20, 0.0)
+
+
+def with_extremes(rows: torch.Tensor, tiny: float, zero: float | None = None) -> torch.Tensor:
+    """Weights, or their scales, [N, ...]: the first row times `zero`, the second one times `tiny`, the third one times 1,024."""
+    rows[0] *= 1 if zero is None else zero
+    rows[1] *= tiny
+    rows[2] *= 1024
+    return rows
 
 
 @pytest.mark.parametrize("block", [64, 128, 256])
@@ -62,7 +71,7 @@ def test_compressed_tensors(bits: int, group: int | None, symmetric: bool, dtype
     arguments = QuantizationArgs(num_bits=bits, type="int", symmetric=symmetric, **strategy)
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, format="pack-quantized")
     rng, groups = torch.Generator().manual_seed(bits), SHAPE[1] // group if group else 1
-    scales = (torch.rand(SHAPE[0], groups, generator=rng) * 0.02 + 0.005).to(dtype)
+    scales = with_extremes(torch.rand(SHAPE[0], groups, generator=rng) * 0.02 + 0.005, 2.0**-6 if bits == 8 else 2.0**-20).to(dtype)
     state = {"weight": normal().to(dtype), "weight_scale": scales}
     if not symmetric:
         state["weight_zero_point"] = torch.randint(-8, 8, scales.shape, generator=rng).to(torch.int8)
@@ -91,7 +100,8 @@ def test_auto_round(
 ) -> None:
     """Packed by the library with scales and zero points drawn here; a product with the identity gives its own fp16 weights."""
     (rows, columns), rng = WORDS, torch.Generator().manual_seed(group % 1000)
-    scales = (torch.rand(rows, columns // group if group > 0 else 1, generator=rng) * 0.02 + 0.005).half().float()
+    scales = torch.rand(rows, columns // group if group > 0 else 1, generator=rng) * 0.02 + 0.005
+    scales = with_extremes(scales, 2.0**-16).half().float()
     zeros = torch.full(scales.shape, 8) if symmetric else torch.randint(least, 16, scales.shape, generator=rng)
     linear = torch.nn.Linear(columns, rows, bias=False)
     linear.weight.data = normal(shape=WORDS)
@@ -111,7 +121,8 @@ def drawn_linear(
 ) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
     """A layer of `WORDS` to be packed, with scales of fp16 numbers and zero points, float32 [N, groups]; symmetric: the middle."""
     rows, columns = WORDS
-    scales = (torch.rand(rows, columns // group if group > 0 else 1, generator=rng) * 0.02 + 0.005).half().float()
+    scales = torch.rand(rows, columns // group if group > 0 else 1, generator=rng) * 0.02 + 0.005
+    scales = with_extremes(scales, 2.0**-16).half().float()
     zeros = torch.full(scales.shape, 1 << (bits - 1)) if symmetric else torch.randint(1 << bits, scales.shape, generator=rng)
     linear = torch.nn.Linear(columns, rows, bias=False)
     linear.weight.data = normal(shape=WORDS)

@@ -71,9 +71,13 @@ class _FromTransformers:
 
 
 def load_tokenizer(model: str, vocab_size: int) -> Tokenizer:
-    """The model's own tokenizer; bytes when the folder holds none and the vocabulary has room for them."""
+    """The model's own tokenizer; bytes when the folder holds none and the vocabulary is that of bytes."""
     if not _has_tokenizer(model):
-        check(vocab_size >= 256, f"model={model!r} has no tokenizer, and its vocabulary of {vocab_size} is too small for bytes")
+        check(
+            vocab_size == 256,
+            f"model={model!r} has no tokenizer, and its vocabulary of {vocab_size} is not that of bytes, which has 256; copy the "
+            f"model's tokenizer files into the folder",
+        )
         return ByteTokenizer()
     from transformers import AutoTokenizer
 
