@@ -123,7 +123,7 @@ def _if_packed(method: Callable[..., None], check: Callable[..., None], argument
 def check_cache(batch_size: int, past_key_values: hf.PackedCache, seq_length: int, config: Any) -> None:
     assert len(past_key_values.layers) == config.get_text_config(decoder=True).num_hidden_layers
     for layer in past_key_values.layers:
-        assert layer.formats == (FORMATS["keys"], FORMATS["values"])
+        assert (layer.key_format.name, layer.value_format.name) == (FORMATS["keys"], FORMATS["values"])
         assert layer.kv.lengths.tolist() == [seq_length] * batch_size
 
 

@@ -57,25 +57,27 @@ def key_biases(model: nn.Module, rotate_keys: bool | Sequence[bool] = False) -> 
     rotate_keys: whether keys are to be Hadamard-rotated, in all layers or in each; it changes `ratio`.
     """
     config = text_config(model)
-    rotations = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))
-    found = []
+    return list(_biases(model, config, one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))))
+
+
+def _biases(model: nn.Module, config: Any, rotations: Sequence[bool]) -> Iterator[KeyBias]:
+    """`key_biases` for the configuration of the decoder and a rotation in each layer."""
     for layer, block in enumerate(blocks(model)):
         heads = kv_heads(config, layer)
         for projection, rows in _key_projections(block, config, heads):
             bias, weight = _rows(projection, rows)
             if bias is not None and weight is not None:
-                found.append(_measure(layer, bias, weight, _gain(block), heads, rotations[layer]))
-    return found
+                yield _measure(layer, bias, weight, _gain(block), heads, rotations[layer])
 
 
-def check_key_bias(model: nn.Module, keys: Sequence[Format], rotate_keys: Sequence[bool]) -> list[KeyBias]:
+def check_key_bias(model: nn.Module, config: Any, keys: Sequence[Format], rotate_keys: Sequence[bool]) -> list[KeyBias]:
     """Warn about layers whose keys have 4 bits or fewer and scales per token that their bias ruins; returns them.
 
-    keys, rotate_keys: of each layer.
+    config: of the decoder; keys, rotate_keys: of each layer.
     """
     if not any(_is_ruined(fmt) for fmt in keys):
         return []
-    bad = [b for b in key_biases(model, rotate_keys) if b.ratio > 1 and _is_ruined(keys[b.layer])]
+    bad = [b for b in _biases(model, config, rotate_keys) if b.ratio > 1 and _is_ruined(keys[b.layer])]
     if bad:
         worst = max(bad, key=lambda b: b.ratio)
         fmt = keys[worst.layer]
@@ -158,9 +160,11 @@ SAVED = "halfbyte_rotated_values"
 _ELSEWHERE = {"q_proj", "k_proj", "q_norm", "k_norm", "rotary_emb", "sinks"}
 
 
-def layers_to_rotate(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """(v_proj, o_proj) of every layer to fold into; none if it is done already. Raises `Unsupported` with the reason."""
-    config = text_config(model)
+def layers_to_rotate(model: Any, config: Any) -> list[tuple[nn.Linear, nn.Linear]]:
+    """(v_proj, o_proj) of every layer to fold into; none if it is done already. Raises `Unsupported` with the reason.
+
+    config: of the decoder.
+    """
     if getattr(model.config, SAVED, False):
         return []
     try:
@@ -183,18 +187,19 @@ def layers_to_rotate(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
 
 def unfolded(model: Any) -> str:
     """Why the weights of a model cannot take the rotation; "" where they can, or have it."""
-    check_rotation(True, head_dims(text_config(model))[1], "rotate_values")
+    config = text_config(model)
+    check_rotation(True, head_dims(config)[1], "rotate_values")
     try:
-        layers_to_rotate(model)
+        layers_to_rotate(model, config)
     except (InvalidArgument, Unsupported) as error:
         return str(error)
     return ""
 
 
 @torch.no_grad()
-def rotate_values_of(model: Any, layers: list[tuple[nn.Linear, nn.Linear]]) -> None:
+def rotate_values_of(model: Any, config: Any, layers: list[tuple[nn.Linear, nn.Linear]]) -> None:
     """Rotate the values of these layers, as `layers_to_rotate` gives them, in place. Computed in float64, rounded once."""
-    dim = head_dims(text_config(model))[1]
+    dim = head_dims(config)[1]
     for v_proj, o_proj in layers:
         for t, axis in ((v_proj.weight, 0), (v_proj.bias, 0), (o_proj.weight, 1)):
             if t is not None:

@@ -17,12 +17,13 @@ from transformers.utils import logging
 
 from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format, weight_format
-from halfbyte.hf.attention_weights import check_key_bias, layers_to_rotate, rotate_values_of, unfolded
+from halfbyte.formats import weight_format
+from halfbyte.hf.attention_weights import check_key_bias, layers_to_rotate, rotate_values_of
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.model_support import (
     check_model_support,
     half_type,
+    head_dims,
     inner_model,
     layer_formats,
     layer_rotations,
@@ -35,6 +36,7 @@ from halfbyte.hf.weights import check_fits, check_loaded, find_lm_head, packed_s
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
+from halfbyte.reference.hadamard import check_rotation
 from halfbyte.reference.quantize import check_clip
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 
@@ -192,13 +194,12 @@ class Quantization:
         if options["rotate_values"]:
             self._rotate_values(loading)
         if self.cache is not None:
-            keys = [key for key, _ in self._formats(self.cache)]
-            check_key_bias(self.model, keys, layer_rotations(self.config, self.cache.rotate_keys, keys))
+            check_key_bias(self.model, self.config, self.keys, self.rotations)
 
     def quantize_weights(self) -> None:
         """Fold the rotation, then quantize the weights: all, or, on any error, none."""
         if self.rotated:
-            rotate_values_of(self.model, self.rotated)
+            rotate_values_of(self.model, self.config, self.rotated)
         pairs = ((self.blocks, self.options["weights"]), (self.head, self.options["lm_head"]))
         chosen = {name: (target, weight_format(fmt)) for targets, fmt in pairs for name, target in targets.items()}
         if self.options["weights"] is not None or chosen:
@@ -244,13 +245,16 @@ class Quantization:
         """Fold the rotation into the weights where they can take it; where they cannot, the cache rotates values."""
         if loading and (self.options["weights"] is not None or self.cache is None):
             raise Unsupported("rotate_values changes 16-bit weights; load the model without, then call halfbyte.hf.quantize")
-        if self.cache is not None and unfolded(self.model):
+        try:
+            self.rotated = layers_to_rotate(self.model, self.config)
+        except (InvalidArgument, Unsupported):
+            if self.cache is None:
+                raise
+            check_rotation(True, head_dims(self.config)[1], "rotate_values")
             self.cache = replace(self.cache, rotate_values=True)
-        else:
-            self.rotated = layers_to_rotate(self.model)
 
     def _cache_settings(self) -> CacheSettings | None:
-        """Checked settings of the cache."""
+        """Checked settings of the cache; sets the formats of keys, and whether they are rotated, of every layer."""
         keys, values, plan, rotate, skips = (self.options[x] for x in ("keys", "values", "plan", "rotate_keys", "skip_layers"))
         window = (self.options["sink_tokens"], self.options["recent_tokens"])
         if keys is values is plan is None:
@@ -260,26 +264,23 @@ class Quantization:
             )
             return None
         check_model_support(self.model)
+        half = half_type(self.model)
         if plan is not None:
             fits = keys is values is None and not (rotate or skips)
             check(fits, "plan sets formats, rotation and layers; leave these options out")
             plan = read_plan(plan)
             plan.check_model(model_sizes(self.config))
             window = plan.exact_tokens(window)
-            settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, (), *window)
-        else:
-            plain = "fp16" if half_type(self.model) is torch.float16 else "bf16"
-            settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skips, *window)
-            each = layer_rotations(self.config, rotate, [key for key, _ in self._formats(settings)])
-            # One for all layers if they agree. Resolved, so that a saved model keeps its setting.
-            settings = replace(settings, rotate_keys=each[0] if len(set(each)) == 1 else each)
-        layer_windows(window, self._formats(settings))
+            keys, values, rotate = plan.keys, plan.values, plan.rotate_keys
+        plain = "fp16" if half is torch.float16 else "bf16"
+        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skips, *window)
+        formats = layer_formats(self.config, settings.keys, settings.values, skips, half)
+        layer_windows(window, formats)
+        self.keys = [key for key, _ in formats]
+        self.rotations = each = layer_rotations(self.config, rotate, self.keys)
         check_can_read_packed(self.model)
-        return settings
-
-    def _formats(self, settings: CacheSettings) -> list[tuple[Format, Format]]:
-        """(key format, value format) of every layer, checked."""
-        return layer_formats(self.config, settings.keys, settings.values, settings.skip_layers, half_type(self.model))
+        # One for all layers if they agree. Resolved, so that a saved model keeps its setting.
+        return replace(settings, rotate_keys=each[0] if len(set(each)) == 1 else each)
 
 
 def _check_weights_are_plain(model: Any, options: Mapping[str, Any]) -> None:
