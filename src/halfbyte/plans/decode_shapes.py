@@ -137,7 +137,7 @@ def _in_fixed_splits(shape: Shape, limit: int) -> Shape:
 
 
 class Measured(NamedTuple):
-    """What one program per SM was measured to take over several, where a condition holds; infinite where nobody tried."""
+    """What one program per SM was measured to take over several, where a condition holds; infinite where it was not tried."""
 
     where: str
     holds: Callable[[DecodeSpec, DecodeProblem], bool]
