@@ -59,7 +59,7 @@ def test_recorded_steps_give_the_tokens_of_generate(sample: bool) -> None:
     found = model("nf4", fuse_qkv=True)
     for seed in range(3):
         made = []
-        for options in ({}, {"custom_generate": hf.generate}):
+        for options in ({"recorded": False}, {"fuse_blocks": False}):
             torch.manual_seed(seed)
             made.append(text(found, disable_compile=True, **{"do_sample": sample, **options}))
         assert made[0] == made[1]
@@ -69,15 +69,15 @@ def test_recorded_steps_give_the_tokens_of_generate(sample: bool) -> None:
         assert len(recorded) > 1
         assert DRY or all(one.graph is not None for one in recorded)
     if not DRY and not sample:
-        check_alike(steps(found), steps(found, custom_generate=hf.generate))
+        check_alike(steps(found, recorded=False), steps(found, fuse_blocks=False))
 
 
 @pytest.mark.parametrize("fuse_blocks", [False, True])
 def test_prompt_lookup_gives_greedy_tokens(fuse_blocks: bool) -> None:
     """Recorded, and replayed by a second call: greedy tokens up to two logits that rounding may order either way."""
     found = model("nf4", fuse_qkv=True)
-    expected, logits = steps(found, disable_compile=True)
-    options = {"custom_generate": hf.generate, "prompt_lookup_num_tokens": 7, "fuse_blocks": fuse_blocks}
+    expected, logits = steps(found, recorded=False, disable_compile=True)
+    options = {"prompt_lookup_num_tokens": 7, "fuse_blocks": fuse_blocks}
     made, again = (text(found, **options) for _ in range(2))
     assert made == again
     assert len(made) == len(expected)
@@ -91,8 +91,8 @@ def test_prompt_lookup_gives_greedy_tokens(fuse_blocks: bool) -> None:
 def test_fused_blocks_give_logits_alike(weights: str) -> None:
     """Recorded, and replayed by a second call: the logits of plain blocks but for rounding, and the same bits each time."""
     found = model(weights, fuse_qkv=True)
-    plain = steps(found, custom_generate=hf.generate)
-    fused, again = (steps(found, custom_generate=hf.generate, fuse_blocks=True) for _ in range(2))
+    plain = steps(found, fuse_blocks=False)
+    fused, again = (steps(found) for _ in range(2))
     check_alike(plain, fused)
     assert fused[0] == again[0]
     assert torch.equal(fused[1], again[1])
@@ -102,7 +102,7 @@ def test_fused_blocks_give_logits_alike(weights: str) -> None:
 def test_many_replays_drift_nowhere() -> None:
     """A recorded step 10,000 times behind the same tokens: the same logits each time, and not a byte more memory."""
     found = model("nf4", fuse_qkv=True)
-    text(found, custom_generate=hf.generate, fuse_blocks=True)
+    text(found)
     step, view = kept_steps(found)[-1], fused_view(found)
     forward, caches = step.forwards[-1], [layer.kv for layer in step.cache.layers]
     assert view is not None
@@ -142,12 +142,12 @@ def test_generate_records_decoding_in_a_graph(weights: str | None, fuse_qkv: boo
         options["compile_config"]._compile_all_devices = True
     torch._dynamo.reset()
     counters.clear()
-    eager = steps(found, disable_compile=True)
+    eager = steps(found, recorded=False, disable_compile=True)
     with torch._inductor.config.patch(emulate_precision_casts=True):
         recorded = steps(found, **options)
         again = steps(found, **options)
     check_alike(recorded, eager)
     assert recorded[0] == again[0]
-    check_alike(steps(found, disable_compile=True), eager)  # nothing that a graph holds is used by eager calls
+    check_alike(steps(found, recorded=False, disable_compile=True), eager)  # nothing that a graph holds is used by eager calls
     assert counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
     assert not counters["inductor"]["cudagraph_skips"], "compiled, but not recorded"

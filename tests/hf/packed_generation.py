@@ -22,6 +22,7 @@ import pytest
 from transformers import GenerationMixin
 
 import halfbyte.hf as hf
+from halfbyte.hf.default_cache import Prepared
 
 #: GPT-NeoX is not among them: its tests draw attention masks with holes, which are refused.
 FAMILIES = (
@@ -91,8 +92,10 @@ def _packed(method: Callable[..., Any]) -> Callable[..., Any]:
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("use_cache") is not False and kwargs.get("cache_implementation") is None:
             kwargs.pop("output_attentions", None)  # is refused
-            if model.config._attn_implementation != hf.NAME or "_prepare_cache_for_generation" not in vars(model):
+            if model.config._attn_implementation != hf.NAME or "generate" not in vars(model):
                 hf.quantize(model, **FORMATS)  # a configuration may be another model's, which has been here
+            if not isinstance(model, Prepared):
+                return model.generate(*args, **kwargs)
         return method(model, *args, **kwargs)
 
     return generate

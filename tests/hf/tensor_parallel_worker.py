@@ -19,7 +19,6 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations import accelerate
 
-from halfbyte import hf
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf import graph_generate
 from halfbyte.hf.fused_blocks import fused_view
@@ -59,9 +58,9 @@ def without_memory(rank: str) -> bool:
 def generated(model: Any, ids: torch.Tensor, words: torch.Tensor, rank: str) -> dict[str, Any]:
     """Whether every way to generate gives the words of one process, and what the ways say of themselves."""
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": words.shape[1] - ids.shape[1]}
-    ours: dict[str, Any] = {"custom_generate": hf.generate}
+    ours: dict[str, Any] = {"fuse_blocks": False}
     found: dict[str, Any] = {"described": fused_view(model) is not None}
-    for name, options in {"plain": {}, "graph": ours, "again": ours, "fused": {**ours, "fuse_blocks": True}}.items():
+    for name, options in {"plain": {"recorded": False}, "graph": ours, "again": ours, "fused": {}}.items():
         found[name] = torch.equal(model.generate(ids, **given, **options), words)
     hook = model.model.layers[0].register_forward_hook(lambda *_: None) if rank == "1" else None
     found["unfused"] = fused_view(model) is None  # all ranks, or none

@@ -12,6 +12,7 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.evals.model import load
 from halfbyte.evals.quality import Setting, evaluate
 from halfbyte.evals.text import heldout_text, windows
+from halfbyte.hf.default_cache import cache_settings
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
@@ -23,8 +24,8 @@ def weights(model):
 
 def cache(model):
     """(key format, value format) of the first layer of the cache that generate() makes; None: transformers' own."""
-    made = getattr(model._prepare_cache_for_generation, "settings", None)
-    return made and (made.keys, made.values)
+    settings = cache_settings(model)
+    return settings and (settings.keys, settings.values)
 
 
 def test_a_model_alone_gets_the_best_of_both(build, prompt, greedy):

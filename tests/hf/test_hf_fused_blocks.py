@@ -1,4 +1,4 @@
-"""`fuse_blocks=True`: the blocks of a decoder in few launches, the same tokens.
+"""The blocks of a decoder in few launches, the same tokens.
 
 On a CPU the fused ops are torch code in the modules' order of rounding, and what is tested is how a block is put together; the
 kernels themselves are in tests/interpreted/.
@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import tiny_config
+from families import tiny_config, tiny_model
 from tiny_models import CONFIGS, LLAMA
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import halfbyte.hf as hf
 from halfbyte import KVCache
 from halfbyte.errors import InvalidArgument
-from halfbyte.hf import fused_blocks
-from halfbyte.hf.fused_blocks import FAMILIES, FusedBlock, fused_view
-from halfbyte.hf.model_support import blocks
+from halfbyte.hf import fused_blocks, fused_parts
+from halfbyte.hf.block_structure import norm_of
+from halfbyte.hf.fused_blocks import FusedBlock, fused_view, why_not_fused
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.ops import block_linear
 
@@ -118,7 +118,7 @@ def packed(family: str, weights: str | None = "int4_g32", **options: Any) -> Any
 
 
 def tokens(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    given = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, "custom_generate": hf.generate}
+    given = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20}
     found: torch.Tensor = model.generate(ids, **{**given, **options})
     return found
 
@@ -138,8 +138,63 @@ def blocks_ran(monkeypatch: pytest.MonkeyPatch) -> list[FusedBlock]:
     return ran
 
 
-def test_every_described_family_is_tested():
-    assert {type(block).__name__ for family in DESCRIBED for block in blocks(base(family))} == FAMILIES.keys()
+def forms(model: Any) -> list[list[str]]:
+    """By fused block: how its branches are computed."""
+    view = fused_view(model)
+    return [[type(form).__name__ for form, _, _ in m.branches] for m in view.modules() if isinstance(m, FusedBlock)]
+
+
+#: Whose MLPs have no gate; and those of every layer, or of all but the first, are mixtures.
+UNGATED = ("apertus", "arcee")
+MIXTURES = (
+    "aria_text",
+    "flex_olmo",
+    "gpt_oss",
+    "granitemoe",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "olmoe clipped",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+LATER_MIXTURES = ("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "mellum", "solar_open")
+
+
+@pytest.mark.slow(sample=4)
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_every_block_of_these_families_is_fused(family):
+    found = forms(packed(family, weights=None))
+    assert len(found) == base(family).config.num_hidden_layers
+    assert {attention for attention, _ in found} == {"AsItIs" if "clipped" in family else "Heads"}
+    mlps = {mlp for _, mlp in found}
+    if family in (*UNGATED, *MIXTURES):
+        assert mlps == {"AsItIs"}
+    elif family not in LATER_MIXTURES:
+        assert mlps == {"GatedMlp"}
+
+
+#: Families whose blocks came in without a word about them: recurrences and convolutions are called as they are.
+HYBRIDS = {
+    "qwen3_5_text": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
+    "qwen3_next": [["AsItIs", "AsItIs"], ["Heads", "AsItIs"]],
+    "granitemoehybrid": [["AsItIs", "function"], ["Heads", "function"]],
+    "nemotron_h": [["AsItIs"], ["AsItIs"], ["Heads"], ["AsItIs"]],
+    "lfm2": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
+    "olmo_hybrid": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
+    "mimo_v2_flash": [["AsItIs", "GatedMlp"], ["AsItIs", "AsItIs"]],
+    "ministral3": [["Heads", "GatedMlp"]] * 2,
+    "afmoe": [["AsItIs", "GatedMlp"], ["AsItIs", "AsItIs"]],
+}
+
+
+@pytest.mark.slow(sample=3)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_other_families_are_fused_around_what_is_their_own(family, prompt, blocks_ran):
+    model, ids = hf.quantize(tiny_model(family), **CACHE), prompt(2)
+    assert forms(model) == HYBRIDS[family]
+    assert torch.equal(tokens(model, ids, **padded(ids)), tokens(model, ids, fuse_blocks=False, **padded(ids)))
+    assert blocks_ran
 
 
 @pytest.mark.slow(sample=4)
@@ -148,11 +203,11 @@ def test_every_described_family_is_tested():
 def test_the_same_tokens(family, batch, prompt, blocks_ran):
     model, ids = packed(family), prompt(batch)
     given = padded(ids) if batch > 1 else {}
-    plain = tokens(model, ids, **given)
+    plain = tokens(model, ids, fuse_blocks=False, **given)
     assert not blocks_ran
     (step,) = kept_steps(model)
-    assert torch.equal(tokens(model, ids, fuse_blocks=True, **given), plain)
-    assert torch.equal(tokens(model, ids, fuse_blocks=True, **given), plain)  # by the step that was kept
+    assert torch.equal(tokens(model, ids, **given), plain)
+    assert torch.equal(tokens(model, ids, **given), plain)  # by the step that was kept
     assert kept_steps(model) == [step]
     assert len(step.forwards) == 2  # of plain blocks, and of fused ones
     assert len(blocks_ran) == 2 * 19 * model.config.num_hidden_layers  # the first token is the prompt's
@@ -183,7 +238,7 @@ def test_hidden_states_within_the_promise_in_16_bits(family, prompt):
 )
 def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
     model, ids = packed("llama", **options), prompt(2)
-    assert torch.equal(tokens(model, ids), tokens(model, ids, fuse_blocks=True))
+    assert torch.equal(tokens(model, ids), tokens(model, ids, fuse_blocks=False))
     assert blocks_ran
 
 
@@ -191,14 +246,17 @@ def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
     calls = []
 
     def seen(name):
-        inner = getattr(fused_blocks, name)
+        inner = getattr(fused_parts, name)
         monkeypatch.setattr(
-            fused_blocks, name, lambda x, weights, *rest: calls.append((name, len(weights))) or inner(x, weights, *rest)
+            fused_parts, name, lambda x, weights, *rest: calls.append((name, len(weights))) or inner(x, weights, *rest)
         )
 
     seen("projected")
     seen("gated_projection")
-    tokens(packed("qwen3"), prompt(1), fuse_blocks=True, max_new_tokens=2)
+    model = packed("qwen3")
+    fused_view(model)
+    calls.clear()
+    tokens(model, prompt(1), max_new_tokens=2)
     assert calls == [("projected", 3), ("gated_projection", 2)] * 2
 
 
@@ -214,19 +272,20 @@ def test_a_view_changes_nothing(prompt):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_a_family_without_a_description_runs_as_before_and_says_nothing(build, family, prompt):
+def test_a_family_with_other_blocks_runs_as_before_and_says_nothing(build, family, prompt):
     model, ids = hf.quantize(build(family), "int4_g32", **CACHE), prompt(2)
     assert fused_view(model) is None
+    assert all("not branches one after the other" in reason for reason in why_not_fused(model))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(tokens(model, ids), tokens(model, ids, fuse_blocks=True))
+        assert torch.equal(tokens(model, ids), tokens(model, ids, fuse_blocks=False))
 
 
 def test_whoever_watches_or_changes_a_forward_keeps_the_plain_blocks(prompt):
     model, seen = packed("llama"), []
     hook = model.model.layers[1].mlp.register_forward_hook(lambda *a: seen.append(1))
     assert fused_view(model) is None
-    tokens(model, prompt(1), fuse_blocks=True, max_new_tokens=3)
+    tokens(model, prompt(1), max_new_tokens=3)
     assert len(seen) == 3
     hook.remove()
     assert fused_view(model) is not None
@@ -240,11 +299,57 @@ def test_whoever_watches_or_changes_a_forward_keeps_the_plain_blocks(prompt):
     assert fused_view(model.train()) is None
 
 
-def test_a_block_of_somebody_else_is_not_taken_for_the_familys():
-    model = packed("llama")
+def changed(model: Any, path: str, forward: Any) -> Any:
+    """The model with another forward in the class of one of its modules."""
+    module = model.get_submodule(path)
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": lambda self, *a, **k: forward(self, kind.forward, *a, **k)})
+    return model
+
+
+def test_a_block_is_fused_if_it_gives_the_numbers_whoever_wrote_it():
+    model = packed("llama", weights=None)
     first = type(model.model.layers[0])
-    model.model.layers[0].__class__ = type("LlamaDecoderLayer", (first,), {"__module__": "somewhere.modeling"})
-    assert fused_view(model) is None
+    model.model.layers[0].__class__ = type("Mine", (first,), {"__module__": "somewhere.modeling"})
+    assert why_not_fused(model) == ["", ""]
+    changed(model, "model.layers.1", lambda self, forward, hidden, **k: 1.1 * forward(self, hidden, **k))
+    hf.quantize(model, "int4_g32")  # other weights: read anew
+    assert why_not_fused(model)[0] == ""
+    assert "its result is not the sum" in why_not_fused(model)[1]
+
+
+def test_an_mlp_that_clamps_large_numbers_stays_its_own():
+    model = packed("llama", weights=None)
+    changed(model, "model.layers.0.mlp.act_fn", lambda self, forward, x: forward(self, x).clamp(max=40))
+    assert forms(model) == [["Heads", "AsItIs"], ["Heads", "GatedMlp"]]
+
+
+def test_attention_that_scales_queries_of_late_positions_stays_its_own():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 64}
+    config = tiny_config("ministral3")
+    config.rope_parameters = {**(config.rope_parameters or {}), **rope}
+    model = hf.quantize(tf.AutoModelForCausalLM.from_config(config).eval(), **CACHE)
+    assert forms(model) == [["AsItIs", "GatedMlp"]] * 2
+
+
+def test_numbers_that_agree_for_some_weights_only_are_read_anew():
+    """HunYuan normalizes heads behind the rotation, which is the same as before it while weights of norms are 1."""
+    model = hf.quantize(tiny_model("hunyuan_v1_dense"), **CACHE)
+    assert forms(model) == [["Heads", "GatedMlp"]] * 2
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    assert forms(model) == [["AsItIs", "GatedMlp"]] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2"])
+def test_kinds_of_norms_are_told_apart_in_16_bits(family):
+    norm = base(family).to(torch.bfloat16).model.norm
+    base(family).float()
+    kind = {"llama": "rounded", "olmo2": "exact", "gemma2": "offset"}
+    assert norm_of(copy.deepcopy(norm).bfloat16()).kind == kind[family]
+    assert norm_of(torch.nn.LayerNorm(8)) is None
 
 
 def test_an_error_in_a_step_leaves_a_cache_that_can_be_restored(prompt):
@@ -334,12 +439,15 @@ def test_launches_of_a_block(family, tuned, prompt, monkeypatch):
 
     own = family.startswith("phi")  # whose projections are fused in the checkpoint
     model, found = packed(family, fuse_qkv=not own, fuse_gate_up=not own).bfloat16(), []
-    for name in ("add_norm", "norm_rows", "gated"):
-        as_one(fused_blocks, name)
+    view = fused_view(model)
+    owners = [(fused_blocks, "add_norm"), (fused_blocks, "norm_rows"), (fused_parts, "norm_rows"), (fused_parts, "gated")]
+    for owner, name in owners:
+        as_one(owner, name)
         if not tuned:
             as_one(block_linear, name)
-    for name in ("add_projection", "projected", "gated_projection") if tuned else ():
-        as_one(fused_blocks, name)
+    tuned_ops = [(fused_blocks, "add_projection"), (fused_parts, "projected"), (fused_parts, "gated_projection")]
+    for owner, name in tuned_ops if tuned else ():
+        as_one(owner, name)
     as_one(KVCache, "append")
     cache = hf.PackedCache(model, 64, **CACHE)
     ids = prompt(2)
@@ -347,7 +455,7 @@ def test_launches_of_a_block(family, tuned, prompt, monkeypatch):
         model(ids, past_key_values=cache)
         counted(type(model.model.layers[0]))
         counted(FusedBlock)
-        for step in (model, fused_view(model)):
+        for step in (model, view):
             step(ids[:, -1:], past_key_values=cache)
     layers = model.config.num_hidden_layers
     which = -2 if family == "smollm3" else -1  # the last of its layers has no positions

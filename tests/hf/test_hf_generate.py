@@ -265,7 +265,7 @@ def test_copied_model_keeps_its_cache(build, prompt, greedy):
     model, ids = build("llama"), prompt()
     hf.quantize(model, keys="int4", values="int4")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin._prepare_cache_for_generation.model is twin
+        assert twin.generate.model is twin
         assert torch.equal(greedy(model, ids)[0], greedy(twin, ids)[0])
 
 

@@ -1,4 +1,4 @@
-"""`custom_generate=halfbyte.hf.generate`: token for token what `generate()` gives with the same cache.
+"""Recorded steps of `generate()`: token for token what transformers' loop gives with the same cache.
 
 On a CPU the recorded forward is an ordinary call; everything around it is what runs on a GPU.
 """
@@ -24,8 +24,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import halfbyte.hf as hf
 from halfbyte import KVCache
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import Unsupported
 from halfbyte.hf import choice, graph_generate, recorded_step
+from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_step import kept_steps
 
 #: Files that read a CPU's memory only: lengths, checks of contents and of the prompt's mask.
@@ -62,7 +63,7 @@ def both(model, ids, **options):
     """Tokens of `generate()` and of the same call with steps of ours."""
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, **options}
     found = []
-    for custom in ({}, {"custom_generate": hf.generate}):
+    for custom in ({"recorded": False}, {"fuse_blocks": False}):
         torch.manual_seed(5)
         given = {name: copy.deepcopy(x) for name, x in options.items()}
         found.append(model.generate(ids, **given, **custom))
@@ -86,7 +87,7 @@ def test_greedy_of_every_family(packed, prompt, family, batch):
 
 def some_tokens(model, ids, count):
     """Tokens that greedy continuations hold, at different places of each row."""
-    new = model.generate(ids, do_sample=False, max_new_tokens=20, pad_token_id=0)[:, ids.shape[1] :]
+    new = model.generate(ids, recorded=False, do_sample=False, max_new_tokens=20, pad_token_id=0)[:, ids.shape[1] :]
     return [int(new[row, 3 * row + 2]) for row in range(count)]
 
 
@@ -124,7 +125,7 @@ def test_options(packed, prompt, options, ends):
 def test_all_sequences_end_early(packed, prompt):
     """The end lies between two looks at the device: what was computed beyond it is cut off."""
     model, ids = packed(), prompt(3)
-    new = model.generate(ids, do_sample=False, max_new_tokens=20, pad_token_id=0)[:, ids.shape[1] :]
+    new = model.generate(ids, recorded=False, do_sample=False, max_new_tokens=20, pad_token_id=0)[:, ids.shape[1] :]
     for place in (0, 1, 6, 7, 8, 9):
         theirs, ours = both(model, ids, eos_token_id=new[:, place].tolist())
         assert torch.equal(theirs, ours)
@@ -151,7 +152,7 @@ def test_scores_logits_and_the_cache_that_is_returned(packed, prompt):
 
 def test_a_conversation_in_a_cache_of_its_own(packed, prompt):
     model, ids, found = packed(), prompt(2), []
-    for custom in ({}, {"custom_generate": hf.generate}):
+    for custom in ({"recorded": False}, {"fuse_blocks": False}):
         cache, text = hf.PackedCache(model, 32, **CACHE), ids
         for _ in range(3):
             text = model.generate(text, past_key_values=cache, do_sample=False, max_new_tokens=15, **custom)
@@ -176,7 +177,7 @@ class Collected(BaseStreamer):
 def test_a_streamer_gets_every_token_once(packed, prompt, eos):
     model, ids, found = packed(), prompt(1), []
     ends = {"eos_token_id": some_tokens(model, ids, 1)} if eos else {}
-    for custom in ({}, {"custom_generate": hf.generate}):
+    for custom in ({"recorded": False}, {"fuse_blocks": False}):
         streamer = Collected()
         made = model.generate(ids, streamer=streamer, do_sample=False, max_new_tokens=20, pad_token_id=0, **ends, **custom)
         found.append((streamer.got, streamer.ended, made.tolist()))
@@ -203,6 +204,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_device_is_read_once_in_so_many_tokens(packed, prompt, monkeypatch, family, sample):
     model, run, reads = packed(family), graph_generate._Loop.run, Reads()
+    fused_view(model)  # which compares numbers, once
     monkeypatch.setattr(graph_generate._Loop, "run", lambda *a: watched(run, *a))
 
     def watched(*args):
@@ -211,7 +213,7 @@ def test_the_device_is_read_once_in_so_many_tokens(packed, prompt, monkeypatch, 
 
     ids, mask = padded(prompt(2))
     options = {"do_sample": sample, "top_k": 9, "top_p": 0.9, "max_new_tokens": 33, "eos_token_id": 10**6, "pad_token_id": 0}
-    model.generate(ids, attention_mask=mask, custom_generate=hf.generate, **options)
+    model.generate(ids, attention_mask=mask, **options)
     of_the_loop = [name for name in reads.files if name not in CPU_ONLY]
     assert of_the_loop == ["graph_generate.py"] * 5  # after 8, 16, 24, 32 tokens, and at the end
 
@@ -244,8 +246,8 @@ def test_a_step_made_in_inference_mode_serves_no_call_outside_of_it(prompt, fami
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
         for drafts in ({}, {"prompt_lookup_num_tokens": 4}) if family == "llama" else ({},):
             with mode():
-                ours = model.generate(ids, do_sample=False, max_new_tokens=9, **drafts, custom_generate=hf.generate)
-                assert torch.equal(ours, model.generate(ids, do_sample=False, max_new_tokens=9))
+                ours = model.generate(ids, do_sample=False, max_new_tokens=9, fuse_blocks=False, **drafts)
+                assert torch.equal(ours, model.generate(ids, do_sample=False, max_new_tokens=9, recorded=False))
     assert len(kept_steps(model)) == 2
 
 
@@ -256,7 +258,7 @@ def test_a_kept_cache_counts_its_prompt_as_a_new_one_does(packed, prompt, monkey
     expect, append = KVCache.expect_replays, KVCache.append
     monkeypatch.setattr(KVCache, "expect_replays", lambda self, expected: done.append(expected) or expect(self, expected))
     monkeypatch.setattr(KVCache, "append", lambda self, k, *a, **b: done.append(k.shape[2]) or append(self, k, *a, **b))
-    options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": hf.generate}
+    options = {"max_new_tokens": 3, "do_sample": False, "fuse_blocks": False}
     model.generate(prompt(2), **options)
     assert done == [21] * layers + [1] * 2 * layers
     done.clear()
@@ -417,7 +419,7 @@ def test_a_model_is_freed_with_its_step_and_can_be_copied(packed, prompt):
 
 def test_seeded_generator(packed, prompt):
     model, ids = packed(), prompt(2)
-    options = {"do_sample": True, "max_new_tokens": 12, "custom_generate": hf.generate}
+    options = {"do_sample": True, "max_new_tokens": 12}
     made = [model.generate(ids, generator=torch.Generator().manual_seed(seed), **options) for seed in (1, 1, 2)]
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
@@ -453,13 +455,8 @@ def test_an_assistant_reaches_transformers(packed, prompt):
     assert torch.equal(theirs, ours)
 
 
-def test_models_and_options_that_do_not_fit(build, packed, prompt):
-    with pytest.raises(InvalidArgument, match="needs a model with a packed cache"):
-        build("llama").generate(prompt(1), custom_generate=hf.generate, max_new_tokens=2)
-
-
 @pytest.mark.usefixtures("falls_back")
 def test_a_generator_is_not_dropped_in_silence(packed, prompt):
-    options = {"num_beams": 2, "custom_generate": hf.generate, "max_new_tokens": 2}
+    options = {"num_beams": 2, "max_new_tokens": 2}
     with pytest.raises(Unsupported, match="generator= belongs to"):
         packed().generate(prompt(1), generator=torch.Generator(), **options)

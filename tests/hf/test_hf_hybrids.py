@@ -15,7 +15,7 @@ from tiny_models import VOCAB
 from torch._dynamo.testing import CompileCounter
 
 import halfbyte.hf as hf
-from halfbyte import memory
+from halfbyte import errors, memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.evals.advice import advise
 from halfbyte.evals.card import Suite, measure
@@ -71,12 +71,12 @@ def test_a_text_in_chunks(family):
 def test_calls_and_their_options(family):
     """The loop of recorded steps, twice, because it keeps its cache; a continued conversation; beams."""
     model, ids = packed(family), prompts()
-    expected, _ = greedy(model)
+    expected, _ = greedy(model, recorded=False)
     for _ in range(2):
-        tokens, _ = greedy(model, custom_generate=hf.generate)
+        tokens, _ = greedy(model)
         assert torch.equal(tokens, expected)
-        plain = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
-        kept = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=hf.generate, **OPTIONS)
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), recorded=False, **OPTIONS)
+        kept = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
         assert torch.equal(kept, plain)
     mask, cache = torch.ones(1, 34, dtype=torch.long), hf.PackedCache(model, 64, keys="bf16", values="bf16")
     first = model.generate(ids[:1], attention_mask=mask[:, :21], past_key_values=cache, **OPTIONS)
@@ -119,11 +119,12 @@ def test_drafts_over_convolutions_are_taken_back():
         model(one, past_key_values=cache)  # its drafts are over
 
 
-def test_recorded_steps_take_no_drafts():
+def test_recorded_steps_take_no_drafts(monkeypatch):
     """transformers' own loop can take them back from a convolution, and refuses them for a recurrence."""
-    ids, options = prompts(1).repeat(1, 2), {**OPTIONS, "prompt_lookup_num_tokens": 3, "custom_generate": hf.generate}
+    ids, options = prompts(1).repeat(1, 2), {**OPTIONS, "prompt_lookup_num_tokens": 3}
     options["attention_mask"] = torch.ones_like(ids)
     model = packed("lfm2")
+    monkeypatch.setattr(errors, "_WARNED", set())
     with pytest.warns(UserWarning, match="cannot take drafts back"):
         tokens = model.generate(ids, **options)
     assert torch.equal(tokens, model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS))

@@ -67,13 +67,15 @@ def right_drafts(monkeypatch):
 
 
 def plain(model, ids, **options):
-    """Greedy tokens of `generate()`."""
-    return model.generate(ids, **{"do_sample": False, "pad_token_id": 0, "max_new_tokens": 40, **copy.deepcopy(options)})
+    """Greedy tokens of transformers' loop."""
+    return model.generate(
+        ids, **{"recorded": False, "do_sample": False, "pad_token_id": 0, "max_new_tokens": 40, **copy.deepcopy(options)}
+    )
 
 
 def with_drafts(model, ids, drafts=5, **options):
     """Greedy tokens of recorded steps with drafts."""
-    return plain(model, ids, custom_generate=hf.generate, prompt_lookup_num_tokens=drafts, **options)
+    return plain(model, ids, recorded=True, fuse_blocks=False, prompt_lookup_num_tokens=drafts, **options)
 
 
 def lookup(model, ids, drafts=5, **options):
@@ -109,8 +111,8 @@ def test_its_own_drafts(packed, prompt, fuse_blocks):
     model = packed("qwen3")
     ids = torch.cat([prompt(2, 12), prompt(2, 12), prompt(2, 5, 3), prompt(2, 12)], 1)
     given = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 60}
-    own = {"custom_generate": hf.generate, "prompt_lookup_num_tokens": 4, "fuse_blocks": fuse_blocks}
-    assert torch.equal(model.generate(ids, **given), model.generate(ids, **given, **own))
+    own = {"prompt_lookup_num_tokens": 4, "fuse_blocks": fuse_blocks}
+    assert torch.equal(model.generate(ids, recorded=False, **given), model.generate(ids, **given, **own))
 
 
 @pytest.mark.parametrize("place", [0, 1, 4, 9, 10, 11])
@@ -154,7 +156,7 @@ def test_options(packed, prompt, right_drafts, taped, batch, options):
 def test_a_streamer_gets_every_token_once(packed, prompt, right_drafts):
     model, ids, found = packed(), prompt(1), []
     right_drafts(plain(model, ids, max_new_tokens=20), 6)
-    for options in ({}, {"custom_generate": hf.generate, "prompt_lookup_num_tokens": 5}):
+    for options in ({"recorded": False}, {"fuse_blocks": False, "prompt_lookup_num_tokens": 5}):
         streamer = Collected()
         eos = some_tokens(model, ids, 1)
         model.generate(ids, streamer=streamer, do_sample=False, max_new_tokens=20, pad_token_id=0, eos_token_id=eos, **options)
@@ -244,7 +246,7 @@ def test_drafts_against_a_plain_search():
 )
 def test_several_sequences_that_cannot_have_drafts_are_refused(packed, prompt, options, reason):
     with pytest.raises(Unsupported, match=f"{reason}.*one sequence only"):
-        packed().generate(prompt(2), custom_generate=hf.generate, prompt_lookup_num_tokens=3, max_new_tokens=4, **options)
+        packed().generate(prompt(2), prompt_lookup_num_tokens=3, max_new_tokens=4, **options)
 
 
 @pytest.mark.usefixtures("falls_back")

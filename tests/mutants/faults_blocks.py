@@ -5,7 +5,7 @@ from __future__ import annotations
 from edits import Rewrite
 from mutant import Mutant, tests_of
 
-NORM, GATE, BLOCKS = "kernels/block/norm.py", "kernels/block/gate.py", "hf/fused_blocks.py"
+NORM, GATE, BLOCKS, PARTS = "kernels/block/norm.py", "kernels/block/gate.py", "hf/fused_blocks.py", "hf/fused_parts.py"
 SUMS = "kernels/block/all_reduce.py"
 
 RESULTS, COPIES = "kernels/linear/results.py", "kernels/linear/async_copy.py"
@@ -80,23 +80,23 @@ BLOCK = [
     ),
     Mutant(
         "a block without its sliding window",
-        BLOCKS,
-        "_Heads.__init__",
-        Rewrite("layer_window(module.config, module.layer_idx)", "None"),
+        PARTS,
+        "Heads.__init__",
+        Rewrite("attended.options", "{**attended.options, 'sliding_window': None}"),
         blocks("test_the_same_tokens[mistral-1]"),
     ),
     Mutant(
         "the norm behind attention left out",
         BLOCKS,
-        "FusedBlock.forward",
-        Rewrite("self.after_attention", "None"),
+        "FusedBlock.__init__",
+        Rewrite("branch.after", "None"),
         blocks("test_the_same_tokens[gemma2-1]"),
     ),
     Mutant(
         "the residual multiplier left out",
         BLOCKS,
-        "FusedBlock.__init__",
-        Rewrite("float(getattr(_l, 'residual_multiplier', 1.0))", "1.0"),
+        "FusedBlock._sum",
+        Rewrite("self.structure.multiplier", "1.0"),
         blocks("test_the_same_tokens[granite-1]"),
     ),
     Mutant(
@@ -114,11 +114,32 @@ BLOCK = [
         tests_of("interpreted/test_triton_append.py")("test_heads_are_normalized_before_they_are_rotated"),
     ),
     Mutant(
-        "layers without a window rotated by position where EXAONE's are not",
-        "hf/fused_blocks.py",
-        "_rotates_in_windows",
-        Rewrite("attention.sliding_window is None or bool(attention.is_sliding)", "True"),
-        tests_of("hf/test_hf_fused_blocks.py")("test_the_same_tokens[exaone4 windows-1]"),
+        "blocks compared near the start of a text only",
+        PARTS,
+        "_attends_alike",
+        Rewrite("itertools.product(steps, SCALES)", "itertools.product(steps[:1], SCALES)"),
+        blocks("test_attention_that_scales_queries_of_late_positions_stays_its_own"),
+    ),
+    Mutant(
+        "an MLP compared at one size of its input only",
+        PARTS,
+        "_maps_alike",
+        Rewrite("SCALES", "SCALES[:1]"),
+        blocks("test_an_mlp_that_clamps_large_numbers_stays_its_own"),
+    ),
+    Mutant(
+        "numbers that agreed for other weights still trusted",
+        BLOCKS,
+        "weight_versions",
+        Rewrite("sum(_x for t in _y)", "0"),
+        blocks("test_numbers_that_agree_for_some_weights_only_are_read_anew"),
+    ),
+    Mutant(
+        "a sum that is not checked at the end of a block",
+        "hf/block_structure.py",
+        "structure_of",
+        Rewrite("_sums_up(hidden, block.y)", "True"),
+        blocks("test_a_block_is_fused_if_it_gives_the_numbers_whoever_wrote_it"),
     ),
     Mutant(
         "elements behind those that are rotated by position are lost",
@@ -144,8 +165,8 @@ BLOCK = [
     Mutant(
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
-        "_Loop._forward",
-        Rewrite("return ('fused', self.lookup), _w, _v", "return (False, False, self.lookup), _w, _v"),
+        "_Loop._steps",
+        Rewrite("fused is not None", "False"),
         blocks("test_the_same_tokens[llama-1]"),
     ),
 ]

@@ -292,8 +292,8 @@ STATE = [
     ),
     Mutant(
         "a recorded step replayed with weights that lie elsewhere",
-        "hf/recorded_step.py",
-        "_key",
+        "hf/fused_blocks.py",
+        "weight_addresses",
         Rewrite("tuple(local_shard(t).data_ptr() for t in _t)", "()"),
         tests_of("hf/test_hf_graph_generate.py")("test_the_next_call_keeps_step_and_cache"),
     ),

@@ -30,7 +30,6 @@ from halfbyte.evals.environment import Environment, environment
 from halfbyte.formats import key_format, plain_format, value_format, weight_format
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load as load_folder
-from halfbyte.hf.graph_generate import generate
 from halfbyte.hf.mixtures import expert_stacks, unread_experts
 from halfbyte.hf.model_support import ATTENTION, half_type, layer_formats, layer_types, layer_window, text_config
 from halfbyte.hf.quantize_model import quantize
@@ -85,9 +84,9 @@ class Way(NamedTuple):
 PLAIN = Way("transformers", {"cache_implementation": "static"})
 #: With a packed cache.
 PACKED = (
-    Way("halfbyte", {}),
-    Way("halfbyte, one graph a step", {"custom_generate": generate}),
-    Way("halfbyte, fused blocks", {"custom_generate": generate, "fuse_blocks": True}),
+    Way("halfbyte", {"recorded": False}),
+    Way("halfbyte, one graph a step", {"fuse_blocks": False}),
+    Way("halfbyte, fused blocks", {}),
 )
 #: All of them, in the order in which they are measured.
 WAYS = (PLAIN, *PACKED)
@@ -328,7 +327,7 @@ def replays(model: Any, way: Way, steps: Steps, times: int = 20) -> tuple[float,
 
     They use up the step that the model keeps: the next call makes a new one.
     """
-    forward = kept_steps(model)[-1].forwards[-1] if way.options.get("custom_generate") and kept_steps(model) else None
+    forward = kept_steps(model)[-1].forwards[-1] if way.options.get("recorded", way is not PLAIN) and kept_steps(model) else None
     if forward is None or forward.recorded.graph is None:
         return ()
     lengths = [layer.kv.lengths for layer in kept_steps(model)[-1].cache.packed if layer.kv is not None]

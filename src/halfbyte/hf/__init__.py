@@ -17,8 +17,8 @@ from halfbyte.hf.attention import NAME, register
 from halfbyte.hf.attention_weights import KeyBiasWarning, key_biases
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save
+from halfbyte.hf.default_cache import Generate
 from halfbyte.hf.every_forward import packed_forwards
-from halfbyte.hf.graph_generate import generate
 from halfbyte.hf.mixtures import register as register_experts
 from halfbyte.hf.model_support import REFUSED
 from halfbyte.hf.quantization_config import HalfbyteConfig
@@ -27,7 +27,7 @@ from halfbyte.hf.recorded_step import release
 
 __all__ = [
     "quantize",
-    "generate",
+    "Generate",
     "release",
     "load",
     "save",

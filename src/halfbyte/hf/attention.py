@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ _HARMLESS = frozenset(
     (
         *("position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "logits_to_keep", "labels"),
         *("num_items_in_batch", "position_embeddings", "cache", "past_key_values", "past_key_value", "output_router_logits"),
-        *("token_type_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "inputs_embeds", "is_causal"),
+        *("token_type_ids", "inputs_embeds", "is_causal"),
         *("tokenizer", "assistant_tokenizer"),  # of generate(), for stop strings and token healing
     )
 )
@@ -58,6 +58,18 @@ class PackedLayerLike(Protocol):
     rotate_values: bool
     drafts: Drafts | None
     chunk: Chunk | None
+    calls: list[Any] | None
+    checks_positions: bool
+
+
+class Attended(NamedTuple):
+    """What an attention layer gave `attention`: a query, new keys and values [B, H, L, D], and options."""
+
+    module: nn.Module
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: dict[str, Any]
 
 
 class Handle:
@@ -123,6 +135,12 @@ def attention(
         "starts": _starts(attention_mask, query.shape[0]),
     }
     layer = key.layer
+    if not torch.compiler.is_compiling():
+        if layer.checks_positions and query.shape[2] > 1 and layer.chunk is None:
+            _check_one_text(kwargs.get("position_ids"), options["starts"], cast(KVCache, layer.kv).lengths)
+        if layer.calls is not None:
+            own = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+            layer.calls.append(Attended(module, query, key.new, value.new, own))
     if torch.compiler.is_compiling() and query.shape[2] <= DECODE_QUERIES:
         return _by_token(decode_of_parts(query, layer.parts, options), layer), None
     kv = cast(KVCache, layer.kv)
@@ -137,6 +155,24 @@ def attention(
     if torch.compiler.is_compiling() or layer.drafts is None:
         return _by_token(read(query, key.new, value.new), layer), None
     return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read), layer), None
+
+
+def _check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None, lengths: torch.Tensor) -> None:
+    """Raise for rows that hold several texts, each with positions from 0 on, as batches without padding have them.
+
+    positions [B or 1, L] of the newest of `lengths` [B] tokens; those of padding, before `starts`, do not count. Waits for a GPU.
+    """
+    if positions is None or positions.ndim != 2:
+        return
+    column = lengths[:, None] - positions.shape[1] + torch.arange(1, positions.shape[1], device=lengths.device)
+    back = positions.diff() <= 0
+    if starts is not None:
+        back = back & (column > starts[:, None])
+    if bool(back.any()):
+        raise Unsupported(
+            "position_ids start again within a row, which thus holds several texts; over a packed cache these would see each "
+            "other: pass one text a row, or read them within halfbyte.hf.packed_forwards, without a mask"
+        )
 
 
 def _by_token(out: torch.Tensor, layer: PackedLayerLike) -> torch.Tensor:

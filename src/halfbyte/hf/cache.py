@@ -94,6 +94,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.packed:
                 layer.records = False
+        self.packed[0].checks_positions = True
         self._open = False  # a forward has begun and not reached the last layer
         self.bytes_per_token = sum(_token_bytes(config, *pair) for pair in zip(self._packed, self.packed, strict=True))
 

@@ -55,6 +55,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.drafts: Drafts | None = None
         #: Within a recorded step with drafts: where its tokens stand.
         self.chunk: Chunk | None = None
+        #: While a model's structure is read (`block_structure.py`): what attention is given.
+        self.calls: list[Any] | None = None
+        #: Whether attention checks that a row is one text; one layer of a cache does.
+        self.checks_positions = False
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
         self.parts: dict[str, Any] = {}
 

@@ -1,11 +1,13 @@
-"""A packed cache as the default of `generate()`.
+"""`generate()` of a model with a packed cache: the cache by default, in recorded steps.
 
-transformers has no public way: `cache_implementation` is a closed list. So `_prepare_cache_for_generation` of GenerationMixin is
-overridden, on one model instance; the documented way, which needs no override, is to pass `past_key_values=PackedCache(...)`.
+transformers has no public way to either: `cache_implementation` is a closed list. So `generate` of one model instance is replaced,
+and runs transformers' own over a view of the model: a shallow copy whose class overrides what prepares a call. The documented way
+to a packed cache, which needs no override, is `past_key_values=PackedCache(...)`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.graph_generate import KeptOptions
+from halfbyte.hf.graph_generate import DecodeLoop
 from halfbyte.hf.model_support import BUCKET
 from halfbyte.hf.quantization_config import HalfbyteConfig
 
@@ -44,78 +46,56 @@ class CacheSettings:
         return PackedCache(model, capacity, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
-class StandIn:
+class Replaced:
     """What takes the place of a method of one model. An object, not a closure: it is copied and pickled with its model."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-
-class DefaultCache(StandIn):
-    """Stands in for `model._prepare_cache_for_generation`."""
-
     def __init__(self, model: Any, settings: CacheSettings) -> None:
-        super().__init__(model)
-        self.settings = settings
+        self.model, self.settings = model, settings
 
-    def __call__(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
-    ) -> Any:
-        """Put a packed cache into `model_kwargs`, unless the call requests another cache, or none.
-
-        A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
-        """
-        if generation_config.cache_implementation == NAME:  # in this call's copy; transformers' own code does not know the name
-            generation_config.cache_implementation = None
-        longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
-        longest += _beyond(generation_config, mode)
-        given = model_kwargs.get(CACHE)
-        given = getattr(given, "self_attention_cache", given)
-        if isinstance(given, PackedCache):
-            held = int(given.get_seq_length())  # waits for a GPU, once a call
-            if held and not getattr(self.model.config, "is_encoder_decoder", False):
-                _check_goes_on(held, generation_config, model_kwargs.get("attention_mask"))
-            given.grow(longest + _behind(generation_config, held))
-            _begin(given, generation_config, model_kwargs, mode)
-        wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
-        unset = model_kwargs.get(CACHE) is None and self.model.config._attn_implementation == NAME
-        if wanted and unset and getattr(generation_config, "is_assistant", False):
-            # An assistant keeps its cache from the first call on, and how long that will get is not known here.
-            warn_once("an assistant (draft) model keeps transformers' own growing cache")
-        elif wanted and unset:
-            made = self.settings.make(self.model, longest)
-            made.is_default = True
-            _begin(made, generation_config, model_kwargs, mode)
-            crosses = model_kwargs.get("encoder_hidden_states") is not None
-            model_kwargs[CACHE] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
-            return None
-        original = type(self.model)._prepare_cache_for_generation
-        return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
+    def view(self, recorded: bool) -> Any:
+        """The model by another class: what `Prepared` overrides, over the same modules and configuration."""
+        kind: Any = type(self.model)
+        view: Any = object.__new__(_prepared(kind))
+        vars(view).update({**vars(self.model), "packed_settings": self.settings, "recorded": recorded})
+        return view
 
 
-class KeptCache(StandIn):
-    """Stands in for `model.prepare_inputs_for_generation` of models that drop their cache at some step.
-
-    Phi-3 does where RoPE changes from its short factors to its long ones: what was cached no longer fits, and all is computed
-    anew. Without this, transformers' own 16-bit cache would take the place of the packed one.
-    """
+class Generate(Replaced):
+    """`model.generate` of a model with a packed cache. It takes the arguments of transformers' own, and three more."""
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """For transformers, which checks the arguments of `generate()` against it."""
-        return inspect.signature(type(self.model).prepare_inputs_for_generation.__get__(self.model))
+        return inspect.signature(type(self.model).generate.__get__(self.model))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own inputs; where it dropped a packed cache, with that cache, emptied."""
-        made = type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
-        given = kwargs.get(CACHE)
-        if isinstance(given, PackedCache) and made.get(CACHE) is None:
-            given.reset()
-            made[CACHE] = given
-        return made
+    def __call__(
+        self,
+        *args: Any,
+        recorded: bool = True,
+        fuse_blocks: bool = True,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate.
+
+        recorded       decode steps are recorded in CUDA graphs and replayed, where that is possible; a warning says why not. The
+                       graphs and the cache of a call that returns neither are kept for the next call of the same batch size, up to
+                       a quarter of the GPU's memory; `halfbyte.hf.release` frees them. False: transformers' own loop
+        fuse_blocks    recorded steps run decoder blocks in few launches, where that gives what the family's own block gives. Their
+                       rounding may change a token whose logits are nearly equal. False: the tokens of transformers' loop
+        generator      where samples are drawn from, on the model's device; None: torch's default
+
+        prompt_lookup_num_tokens=n decodes speculatively in recorded steps, at most 15 drafts a step, for batches too.
+        """
+        own = type(self.model).generate
+        if recorded and own is not GenerationMixin.generate:
+            warn_once(f"generate() of {type(self.model).__name__} is a loop of its own, whose steps are not recorded")
+        if not recorded or own is not GenerationMixin.generate or kwargs.get("custom_generate") is not None:
+            return own(self.view(recorded=False), *args, **kwargs)
+        loop = DecodeLoop(self.model, fuse_blocks, generator)
+        return own(self.view(recorded=True), *args, **{**kwargs, "custom_generate": loop})
 
 
-class NoContinuousBatching(StandIn):
+class NoContinuousBatching(Replaced):
     """Stands in for `model.init_continuous_batching`, which `generate_batch` and `transformers serve` begin with.
 
     It would switch to another attention, and with it to a cache in 16 bits, where one of flash attention is installed.
@@ -131,31 +111,114 @@ class NoContinuousBatching(StandIn):
         return type(self.model).init_continuous_batching(self.model, *args, **kwargs)
 
 
+class Prepared:
+    """What a view of a model overrides of `GenerationMixin`, and of its family."""
+
+    packed_settings: CacheSettings
+    recorded: bool
+    config: Any
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
+    ) -> Any:
+        """Put a packed cache into `model_kwargs`, unless the call requests another cache, or none.
+
+        A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
+        """
+        if generation_config.cache_implementation == NAME:  # in this call's copy; transformers' own code does not know the name
+            generation_config.cache_implementation = None
+        longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
+        longest += _beyond(generation_config, mode)
+        cache = model_kwargs.get(CACHE)
+        cache = getattr(cache, "self_attention_cache", cache)
+        if isinstance(cache, PackedCache):
+            tokens = int(cache.get_seq_length())  # waits for a GPU, once a call
+            if tokens and not getattr(self.config, "is_encoder_decoder", False):
+                _check_goes_on(tokens, generation_config, model_kwargs.get("attention_mask"))
+            cache.grow(longest + _behind(generation_config, tokens))
+            _begin(cache, generation_config, model_kwargs, mode)
+        packs = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        unset = model_kwargs.get(CACHE) is None and self.config._attn_implementation == NAME
+        if packs and unset and getattr(generation_config, "is_assistant", False):
+            # An assistant keeps its cache from the first call on, and how long that will get is not known here.
+            warn_once("an assistant (draft) model keeps transformers' own growing cache")
+        elif packs and unset:
+            default = self.packed_settings.make(self, longest)
+            default.is_default = True
+            _begin(default, generation_config, model_kwargs, mode)
+            crosses = model_kwargs.get("encoder_hidden_states") is not None
+            model_kwargs[CACHE] = EncoderDecoderCache(default, DynamicCache()) if crosses else default
+            return None
+        rest = (generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
+        return super()._prepare_cache_for_generation(*rest)  # type: ignore[misc]
+
+    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """(inputs, their name, model_kwargs); prompts padded on the right, as pipelines do, moved to end in the last column."""
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]
+        return _padded_left(inputs, name, model_kwargs)
+
+    def _extract_generation_mode_kwargs(self, custom_generate: Any, kwargs: dict[str, Any], *others: Any) -> dict[str, Any]:
+        """The options of the usual loop, which transformers keeps from one of somebody else's."""
+        usual = None if isinstance(custom_generate, DecodeLoop) else custom_generate
+        return dict(super()._extract_generation_mode_kwargs(usual, kwargs, *others))  # type: ignore[misc]
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Whether transformers' loop compiles its steps: by default only where the user switched recorded steps off."""
+        if self.recorded and generation_config.compile_config is None:
+            return False
+        return bool(super()._valid_auto_compile_criteria(model_kwargs, generation_config))  # type: ignore[misc]
+
+
+@functools.cache
+def _prepared(kind: Any) -> Any:
+    """A subclass of a model's class, under its name."""
+    own = kind.prepare_inputs_for_generation
+
+    @functools.wraps(own)  # transformers checks the arguments of a call against its signature
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's own inputs; where it dropped a packed cache, with that cache, emptied.
+
+        Phi-3 drops its cache where RoPE changes from its short factors to its long ones: what was cached no longer fits, and all is
+        computed anew. transformers' own 16-bit cache would take the place of the packed one.
+        """
+        inputs = own(self, *args, **kwargs)
+        cache = kwargs.get(CACHE)
+        if isinstance(cache, PackedCache) and inputs.get(CACHE) is None:
+            cache.reset()
+            inputs[CACHE] = cache
+        return inputs
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Prepared, kind), {**names, "prepare_inputs_for_generation": prepare_inputs_for_generation})
+
+
+def cache_settings(model: Any) -> CacheSettings | None:
+    """What the default cache of a model's `generate()` is made of; None: it has none."""
+    generate = getattr(model, "generate", None)
+    return generate.settings if isinstance(generate, Generate) else None
+
+
 #: What `generate()` passes along with one entry a token.
 _BY_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids")
 
 
-class LeftPadding(StandIn):
-    """Stands in for `model._prepare_model_inputs`: prompts that are padded on the right, as pipelines do, are moved."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """(inputs, their name, model_kwargs), moved row by row so that every prompt ends in the last column."""
-        inputs, name, model_kwargs = type(self.model)._prepare_model_inputs(self.model, *args, **kwargs)
-        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
-        begun = past is not None and past.get_seq_length()
-        if begun or mask is None or mask.shape != inputs.shape[:2] or bool(mask[:, -1].all()):
-            return inputs, name, model_kwargs
-        warn_once(
-            "attention_mask pads on the right; prompts were moved so that they are padded on the left, and come back so. Tokenise "
-            'with padding_side="left"'
-        )
-        columns = torch.arange(mask.shape[1], device=mask.device)
-        behind = mask.shape[1] - 1 - (columns * mask.bool()).amax(1)  # columns after the last token of a row
-        source = (columns - behind[:, None]) % mask.shape[1]
-        given = {x: model_kwargs.get(x) for x in _BY_TOKEN}
-        moved = {x: _moved(t, source) for x, t in given.items() if t is not None and t.shape[-1] == mask.shape[1]}
-        inputs = inputs[torch.arange(mask.shape[0], device=mask.device)[:, None], source]
-        return inputs, name, {**model_kwargs, **moved, **({name: inputs} if name in model_kwargs else {})}
+def _padded_left(inputs: torch.Tensor, name: str, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor, str, dict[str, Any]]:
+    """The inputs of a call, moved row by row so that every prompt ends in the last column."""
+    mask, past = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
+    begun = past is not None and past.get_seq_length()
+    if begun or mask is None or mask.shape != inputs.shape[:2] or bool(mask[:, -1].all()):
+        return inputs, name, model_kwargs
+    warn_once(
+        "attention_mask pads on the right; prompts were moved so that they are padded on the left, and come back so. Tokenise "
+        'with padding_side="left"'
+    )
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    behind = mask.shape[1] - 1 - (columns * mask.bool()).amax(1)  # columns after the last token of a row
+    source = (columns - behind[:, None]) % mask.shape[1]
+    by_token = {x: model_kwargs.get(x) for x in _BY_TOKEN}
+    moved = {x: _moved(t, source) for x, t in by_token.items() if t is not None and t.shape[-1] == mask.shape[1]}
+    inputs = inputs[torch.arange(mask.shape[0], device=mask.device)[:, None], source]
+    return inputs, name, {**model_kwargs, **moved, **({name: inputs} if name in model_kwargs else {})}
 
 
 def _moved(t: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -246,10 +309,6 @@ def make_default(model: Any, settings: CacheSettings) -> None:
         )
     if defaults is not None:
         defaults.cache_implementation = NAME  # is saved, and stops a transformers that does not know halfbyte
-    model._prepare_cache_for_generation = DefaultCache(model, settings)
-    model._prepare_model_inputs = LeftPadding(model)
-    model._extract_generation_mode_kwargs = KeptOptions(model)
+    model.generate = Generate(model, settings)
     if hasattr(model, "init_continuous_batching"):
-        model.init_continuous_batching = NoContinuousBatching(model)
-    if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
-        model.prepare_inputs_for_generation = KeptCache(model)
+        model.init_continuous_batching = NoContinuousBatching(model, settings)

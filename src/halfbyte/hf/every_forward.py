@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.hf.attention import CACHE, DECODE_QUERIES
-from halfbyte.hf.default_cache import CacheSettings, DefaultCache
+from halfbyte.hf.default_cache import CacheSettings, cache_settings
 from halfbyte.hf.model_support import check_continues, inner_model, rotations_by_length
 
 #: Outputs of a forward that hold one entry a token, along axis 1.
@@ -41,12 +41,12 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
     """
     inner = inner_model(model)
     check_continues(inner)
-    maker = getattr(inner, "_prepare_cache_for_generation", None)
-    if not isinstance(maker, DefaultCache):
+    settings = cache_settings(inner)
+    if settings is None:
         raise InvalidArgument("model has no KV formats; call halfbyte.hf.quantize(model, keys=..., values=...) first")
     check(isinstance(chunk, int) and chunk > 0, f"chunk={chunk!r}; pass the number of tokens a step, at least 1")
     before = inner.__dict__.get("forward")
-    inner.forward = _Forward(inner, maker.settings, chunk, inner.forward)
+    inner.forward = _Forward(inner, settings, chunk, inner.forward)
     try:
         yield model
     finally:

@@ -1,4 +1,4 @@
-"""A decoder's blocks in few launches: `model.generate(..., custom_generate=halfbyte.hf.generate, fuse_blocks=True)`.
+"""A decoder's blocks in few launches, as `generate()` runs them in recorded steps.
 
     q, k, v = projections(norm(hidden))                 one launch; one more for norms of q and k over all heads (OLMo 2)
     norms of each head, positions, append; attention    two
@@ -9,117 +9,128 @@
 So with a tuned kernel for the weights, bf16 and up to 16 rows (`halfbyte.ops.block_linear`); otherwise norms with the sum before
 them, and activations, have launches of their own.
 
-What a family's block has is in `FAMILIES`, everything else is found by structure: projections fused in the checkpoint (Phi-3),
-norms of q and k (Qwen 3, OLMo 2), sinks, sizes and counts of heads. A part without a description, such as a mixture of
-experts, is called as it is.
+`block_structure.py` reads what a block consists of off a step of it. A fused form is proposed for each branch, attention or a gated
+MLP, and taken if it gives what the family's own gave; any other branch, such as a mixture of experts or a recurrence, is called as
+it is. A block that is not two branches with norms around them runs as it is, between fused ones or not.
 
-`fused_view` makes a shallow copy of the model with other blocks: forwards of the family's own classes, over the same parameters.
-The model is not changed. Blocks are for decoding, of a model with a packed cache, without gradients.
+`fused_view` makes a shallow copy of the model with other blocks, over the same parameters. The model is not changed. Blocks are for
+decoding, of a model with a packed cache, without gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from halfbyte.hf.attention import CACHE, attention
-from halfbyte.hf.model_support import blocks, layer_window
+from halfbyte.errors import Unsupported
+from halfbyte.hf.block_structure import Structure, norm_of, readings, same, structure_of
+from halfbyte.hf.fused_parts import Form, Tables, fused_part, quantized_layer, whole_rows
+from halfbyte.hf.model_support import blocks
 from halfbyte.hf.weights import all_agree, all_reduce_of, partial_layer
-from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
-from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
+from halfbyte.nn import QuantLinear, local_shard
 from halfbyte.ops.all_reduce import AllReduce
-from halfbyte.ops.block import add_norm, gated, norm_rows
-from halfbyte.ops.block_linear import Rows, Unscaled, add_projection, gated_projection, halves, projected
+from halfbyte.ops.block import add_norm, norm_rows
+from halfbyte.ops.block_linear import Rows, add_projection
 from halfbyte.ops.linear import linear
 from halfbyte.reference.block import Norm
 
 
-class Description(NamedTuple):
-    """A family's block.
+class _View(NamedTuple):
+    """A model with fused blocks.
 
-    kind                                its norms, see `Norm`
-    before_attention, after_attention   norms by name; None where a branch has none there
-    before_mlp, after_mlp
-    mlp                                 the name of what follows attention
-    interleaved                         pairs that are rotated by position are interleaved, see `Rope`
-    rotates                             whether an attention's q and k are rotated by position
+    model       None where no block is fused
+    reasons     by layer: why its block is not fused; "" where it is
     """
 
-    kind: str
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-    mlp: str = "mlp"
-    interleaved: bool = False
-    rotates: Callable[[Any], bool] = lambda attention: bool(getattr(attention, "use_rope", True))
+    model: Any
+    reasons: list[str]
 
 
-def _rotates_in_windows(attention: Any) -> bool:
-    """EXAONE's rule: where some layers have a window, only those."""
-    return attention.sliding_window is None or bool(attention.is_sliding)
+#: Model -> (addresses of its weights and how often they were written to, its view).
+_views: WeakKeyDictionary[Any, tuple[tuple[Any, ...], _View]] = WeakKeyDictionary()
 
 
-#: Families whose block is Llama's, by the kind of their norms. Their attention is Llama's too, perhaps with norms of q and k.
-_PLAIN = {
-    "rounded": [
-        *("Arcee", "AriaText", "Cwm", "Dots1", "Emu3", "Glm4Moe", "Granite", "GraniteSWA", "HYV3", "Llama", "Mellum", "MiniMaxM2"),
-        *("Ministral", "Mistral", "Mixtral", "Olmoe", "Phi3", "Phi4Multimodal", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"),
-        *("SeedOss", "SmolLM3", "SolarOpen"),
-    ],
-    "exact": ["GptOss"],
-    "offset": ["Gemma"],
-}
-_OLMO = Description("exact", None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_GEMMA = Description(
-    "offset", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
-#: By the class of a block, among transformers' own.
-FAMILIES = {
-    **{f"{family}DecoderLayer": Description(kind) for kind, families in _PLAIN.items() for family in families},
-    **dict.fromkeys(("FlexOlmoDecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer"), _OLMO),
-    **dict.fromkeys(("Gemma2DecoderLayer", "Gemma3DecoderLayer"), _GEMMA),
-    "ApertusDecoderLayer": Description("rounded", "attention_layernorm", None, "feedforward_layernorm"),
-    "Exaone4DecoderLayer": _OLMO._replace(kind="rounded", rotates=_rotates_in_windows),
-    "ExaoneMoeDecoderLayer": Description("rounded", rotates=_rotates_in_windows),
-    "GraniteMoeDecoderLayer": Description("rounded", mlp="block_sparse_moe"),
-    **dict.fromkeys(
-        ("Ernie4_5DecoderLayer", "Ernie4_5_MoeDecoderLayer", "GlmDecoderLayer"), Description("rounded", interleaved=True)
-    ),
-    "Glm4DecoderLayer": Description(
-        "rounded", after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", interleaved=True
-    ),
-    "HeliumDecoderLayer": Description("exact", interleaved=True),
-    "HyperCLOVAXDecoderLayer": Description("rounded", after_attention="post_norm1", after_mlp="post_norm2"),
-    "VaultGemmaDecoderLayer": Description("offset", before_mlp="pre_feedforward_layernorm"),
-}
-#: Classes of activations that `gated` knows.
-_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
+def fused_view(model: Any, addresses: tuple[int, ...] | None = None) -> Any | None:
+    """`model` with fused blocks, over the same parameters; None where none is. Made once for the `addresses` of its weights.
 
-
-def fused_view(model: Any) -> Any | None:
-    """`model` with fused blocks, over the same parameters; None for a family without a description, or where hooks want to run.
-
-    Tensor-parallel ranks all call it, and get a view all or none: fused blocks add up partial sums in another way.
+    No block is fused where hooks want to run. Tensor-parallel ranks all call it, and get a view all or none: fused blocks add up
+    partial sums in another way.
     """
+    return _view(model, addresses).model
+
+
+def why_not_fused(model: Any) -> list[str]:
+    """By layer, why `fused_view` leaves its block as it is; "" where it is fused."""
+    return _view(model, None).reasons
+
+
+def _view(model: Any, addresses: tuple[int, ...] | None) -> _View:
     layers = blocks(model)
     path = next((name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers), "")
-    parent = model.get_submodule(path.rpartition(".")[0])
-    known = bool(layers) and all(map(_is_described, layers)) and path.endswith("layers") and hasattr(parent, "norm")
-    if not all_agree(model, known and not model.training and not any(map(_is_watched, _running(model, path)))):
-        return None
-    family, norms = _family(layers[0]), [_norms_of(layer) for layer in layers]
-    last, ahead, rotary_dim = _norm(parent.norm, family.kind), _Ahead(), _rotary_dim(parent)
-    tables, all_reduce = _Tables(rotary_dim, family.interleaved), all_reduce_of(model)
-    made = [
-        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, family, tables, rotary_dim), all_reduce)
-        for layer, own, following in zip(layers, norms, [*(n[0] for n in norms[1:]), last], strict=True)
-    ]
-    inner: dict[str, nn.Module] = {"layers": nn.ModuleList(made), "norm": _FinalNorm(last, ahead)}
-    return _viewed(model, path.split(".")[:-1], inner)
+    quiet = bool(layers) and not model.training and not any(map(_is_watched, _running(model, path)))
+    if not all_agree(model, quiet):
+        return _View(None, ["the model is in training, or hooks watch it"] * len(layers))
+    weights = weight_addresses(model) if addresses is None else addresses, weight_versions(model)
+    known, view = _views.get(model, ((), _View(None, [])))
+    if known != weights:
+        view = _fused(model, path, layers)
+        view = view if all_agree(model, view.model is not None) else _View(None, view.reasons)
+        _views[model] = weights, view
+    return view
+
+
+def weight_addresses(model: Any) -> tuple[int, ...]:
+    """Where the weights of a model lie: they do so elsewhere once it was moved, cast, quantized or given adapters."""
+    return tuple(local_shard(t).data_ptr() for t in itertools.chain(model.parameters(), model.buffers()))
+
+
+def weight_versions(model: Any) -> int:
+    """How often the weights of a model were written to: numbers may agree for some weights only."""
+    return sum(0 if t.is_inference() else int(getattr(t, "_version")) for t in model.parameters())  # noqa: B009 (a name of torch)
+
+
+@torch.no_grad()
+def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
+    """A view of a model whose blocks at `path` are fused where their numbers agree."""
+    parent, _, name = path.rpartition(".")
+    around = model.get_submodule(parent)
+    try:
+        near, far = readings(model, layers, around)
+    except Exception as error:  # of the family's own code, which may want other inputs
+        return _View(None, [f"its decoder cannot be read: {error}"] * len(layers))
+    norms = {id(m): norm for m in around.modules() if (norm := norm_of(m)) is not None}
+    structures: list[Structure | None] = []
+    reasons = []
+    for calls in near.blocks:
+        try:
+            structures.append(structure_of(calls, norms))
+            reasons.append("")
+        except Unsupported as error:
+            structures.append(None)
+            reasons.append(str(error))
+    if all(structure is None for structure in structures):
+        return _View(None, reasons)
+    ahead, tables, all_reduce = _Ahead(), Tables(), all_reduce_of(model)
+    final = next((call for call in near.calls if id(call.module) in norms and same(call.x, near.blocks[-1][-1].y)), None)
+    last = None if final is None else norms[id(final.module)]
+    made: list[nn.Module] = []
+    for i, (layer, structure) in enumerate(zip(layers, structures, strict=True)):
+        if structure is None:
+            made.append(layer)
+            continue
+        after = structures[i + 1] if i + 1 < len(layers) else None
+        following = last if i + 1 == len(layers) else None if after is None else after.branches[0].before
+        forms = [[fused_part(part, i, (near, far), norms, tables) for part in branch.parts] for branch in structure.branches]
+        made.append(FusedBlock(layer, structure, list(map(_joined, forms)), following, ahead, all_reduce))
+    inner: dict[str, nn.Module] = {name: nn.ModuleList(made)}
+    if final is not None and structures[-1] is not None:
+        inner |= {n: _FinalNorm(last, ahead) for n, m in around.named_children() if m is final.module}
+    return _View(_viewed(model, path.split(".")[:-1], inner), reasons)
 
 
 def _viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) -> nn.Module:
@@ -127,7 +138,8 @@ def _viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) 
     if path:
         children = {path[0]: _viewed(module.get_submodule(path[0]), path[1:], children)}
     view: nn.Module = object.__new__(type(module))
-    vars(view).update({**vars(module), "_modules": {**module._modules, **children}})
+    own = {name: x for name, x in vars(module).items() if getattr(x, "model", None) is not module}  # replaced methods: a circle
+    vars(view).update({**own, "_modules": {**module._modules, **children}})
     return view
 
 
@@ -136,15 +148,6 @@ def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:
     parts = path.split(".")[:-1]
     yield from (model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1))
     yield from (m for layer in model.get_submodule(path).children() for m in layer.modules())
-
-
-def _is_described(layer: nn.Module) -> bool:
-    kind = type(layer)
-    return kind.__name__ in FAMILIES and kind.__module__.startswith("transformers.models.")
-
-
-def _family(layer: nn.Module) -> Description:
-    return FAMILIES[type(layer).__name__]
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -162,18 +165,6 @@ def _is_parallel(module: nn.Module) -> bool:
     norm = getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce.")  # a partial has no name
     theirs = getattr(forward, "__module__", None) == "transformers.distributed.tensor_parallel"
     return theirs and (norm or isinstance(module, nn.Linear | QuantLinear))
-
-
-def _norm(module: Any, kind: str) -> Norm:
-    return Norm(module.weight, module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps, kind)
-
-
-def _norms_of(layer: Any) -> list[Norm | None]:
-    """The norms of a block, in the order of `Description`."""
-    family = _family(layer)
-    names = family.before_attention, family.after_attention, family.before_mlp, family.after_mlp
-    modules = [nn.Identity() if name is None else getattr(layer, name) for name in names]
-    return [None if isinstance(module, nn.Identity) else _norm(module, family.kind) for module in modules]
 
 
 class _Ahead:
@@ -197,194 +188,69 @@ class _FinalNorm(nn.Module):
         self.norm, self.ahead = norm, ahead
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _whole(self.ahead.take(hidden, self.norm))
+        return whole_rows(self.ahead.take(hidden, self.norm))
 
 
 class FusedBlock(nn.Module):
-    """A decoder block with its `norms` in the order of `Description`, then that of what comes behind it.
+    """A decoder block of a `structure`, whose branches are called as `forms` do, in few launches.
 
-    heads: how its attention finds q, k and v; None: it is called as it is. all_reduce: as in `add_norm`.
+    following: the norm behind the block. all_reduce: as in `add_norm`. Arguments that the structure does not know go to the
+    family's own block. Other attributes are those of that block.
     """
 
     def __init__(
-        self, layer: Any, norms: Sequence[Norm | None], ahead: _Ahead, heads: _Heads | None, all_reduce: AllReduce | None
+        self,
+        layer: nn.Module,
+        structure: Structure,
+        forms: Sequence[Form],
+        following: Norm | None,
+        ahead: _Ahead,
+        all_reduce: AllReduce | None,
     ) -> None:
         super().__init__()
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.following = norms
-        self.ahead, self.all_reduce, self.multiplier = ahead, all_reduce, float(getattr(layer, "residual_multiplier", 1.0))
-        self.attend: _Branch = _as_it_is(layer.self_attn) if heads is None else heads.attend
-        self.mlp: _Branch = _mlp(getattr(layer, _family(layer).mlp))
+        self.own, self.structure, self.ahead, self.all_reduce = [layer], structure, ahead, all_reduce  # a list: no child
+        ends = [*(branch.before for branch in structure.branches[1:]), following]
+        self.branches = [(form, branch.after, end) for form, branch, end in zip(forms, structure.branches, ends, strict=True)]
 
-    def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
-        """hidden [B, L, N] and what the family's block is given, by keyword."""
-        x = self.ahead.take(hidden, self.before_attention)
-        hidden, x = self._sum(*self.attend(x, **given), hidden, self.after_attention, self.before_mlp)
-        hidden, x = self._sum(*self.mlp(x), hidden, self.after_mlp, self.following)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["own"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the family's block is given: hidden [B, L, N] and others."""
+        structure = self.structure
+        block = {**dict(zip(structure.names, args, strict=False)), **kwargs}
+        if any(x is not None and name not in structure.knows for name, x in block.items()):
+            return self.own[0](*args, **kwargs)
+        hidden = block[structure.x_name]
+        x = self.ahead.take(hidden, structure.branches[0].before)
+        for form, after, before in self.branches:
+            hidden, x = self._sum(*form(x, block), hidden, after, before)
         self.ahead.held = hidden, x
-        return hidden
+        return (hidden,) if structure.returns_tuple else hidden
 
     def _sum(
         self, x: torch.Tensor, last: nn.Module | None, hidden: torch.Tensor, after: Norm | None, before: Norm | None
     ) -> tuple[torch.Tensor, Rows]:
         """The sum of the residual and a branch, whose `last` layer is left to do, and that sum normalized."""
-        made: Rows | None
-        if after is None and (quantized := _quantized(last)):
-            hidden, made = add_projection(x, quantized.weight, quantized.bias, hidden, before, multiplier=self.multiplier)
-            return hidden, hidden if made is None else made
+        normed: Rows | None
+        multiplier = self.structure.multiplier
+        if after is None and (quantized := quantized_layer(last)):
+            hidden, normed = add_projection(x, quantized.weight, quantized.bias, hidden, before, multiplier=multiplier)
+            return hidden, hidden if normed is None else normed
         all_reduce = None
-        if self.all_reduce is not None and (partial := partial_layer(last)):
-            x, all_reduce = linear(x, partial.weight), self.all_reduce
+        if self.all_reduce is not None and (partial_sums := partial_layer(last)):
+            x, all_reduce = linear(x, partial_sums.weight), self.all_reduce
         elif last is not None:
             x = last(x)
-        hidden, made = add_norm(x, hidden, before, after=after, multiplier=self.multiplier, all_reduce=all_reduce)
-        return hidden, hidden if made is None else made
+        hidden, normed = add_norm(x, hidden, before, after=after, multiplier=multiplier, all_reduce=all_reduce)
+        return hidden, hidden if normed is None else normed
 
 
-#: Given x and what the family's block is given: what the last layer of a branch multiplies, and that layer; None: nothing is left.
-_Branch = Callable[..., tuple[torch.Tensor, nn.Module | None]]
+def _joined(forms: list[Form]) -> Form:
+    """The forms of modules whose results are added up as one."""
 
+    def form(x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        results = (part(x, block) for part in forms)
+        return sum(y if last is None else last(y) for y, last in results), None  # type: ignore[return-value]
 
-def _as_it_is(module: nn.Module) -> _Branch:
-    """A module without a description."""
-
-    def forward(x: Rows, **given: Any) -> tuple[torch.Tensor, None]:
-        made = module(_whole(x), **given)
-        return (made[0] if isinstance(made, tuple) else made), None  # a mixture returns the scores of its router, too
-
-    return forward
-
-
-def _mlp(module: Any) -> _Branch:
-    """A gated MLP in two launches; any other as it is."""
-    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__)
-    if activation is None or not hasattr(module, "down_proj"):
-        return _as_it_is(module)
-    both = [module.gate_up_proj] if hasattr(module, "gate_up_proj") else [module.gate_proj, module.up_proj]
-
-    def forward(x: Rows) -> tuple[torch.Tensor, nn.Module]:
-        layers: list[Any] = [_quantized(layer) for layer in both]
-        if any(layer is None or layer.weight.perm is not None or layer.weight.nested is not None for layer in layers):
-            gate, up = (t for y in _project(x, both) for t in y.chunk(2 // len(both), -1))
-            return gated(gate, up, activation), module.down_proj
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if len(both) == 1:
-            weights, biases = halves(weights[0], biases[0])
-        return gated_projection(x, weights, biases, activation), module.down_proj
-
-    return forward
-
-
-def _whole(x: Rows) -> torch.Tensor:
-    """Rows whose norm is finished, by a launch of its own if need be."""
-    return x.normalized() if isinstance(x, Unscaled) else x
-
-
-def _quantized(layer: Any) -> Any:
-    """A layer whose weight is quantized, fused before or not, and whose output needs no other rank; else None."""
-    known = type(layer) in (QuantLinear, FusedProjections, FusedSlot)
-    return layer if known and layer.parallel_style in (None, "colwise") else None
-
-
-def _project(x: Rows, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """x [..., K] by each of up to three layers: in one launch where all are quantized, fused before or not; else one by one.
-
-    So are weights in act-order, each of which has an order of its own.
-    """
-    quantized: list[Any] = [_quantized(layer) for layer in layers]
-    if None in quantized or (len(layers) > 1 and any(layer.weight.perm is not None for layer in quantized)):
-        x = _whole(x)
-        return [layer(x) for layer in layers]
-    return projected(x, [layer.weight for layer in quantized], [layer.bias for layer in quantized])
-
-
-# ---------------------------------------------------------------------------------------------------------------- attention
-
-
-class _Tables:
-    """cos and sin of a step as `append` takes them, made once for all blocks.
-
-    Two pairs are held, as layers with a window may rotate at another base (Gemma 3).
-    """
-
-    held: tuple[tuple[torch.Tensor, Rope], ...] = ()
-
-    def __init__(self, rotary_dim: int, interleaved: bool) -> None:
-        self.half, self.interleaved = rotary_dim // 2, interleaved
-
-    def __call__(self, embeddings: RopeLike, batch: int) -> Rope:
-        """float32 [B, L, R/2], or [L, R/2] where all sequences are alike, from cos and sin [1 or B, L, R or R/2]."""
-        for of, made in self.held:
-            if of is embeddings[0]:
-                return made
-        cos, sin = (t[..., : self.half].float().contiguous() for t in embeddings[:2])
-        made = Rope(*((cos, sin) if len(cos) == batch else (cos[0], sin[0])), self.interleaved)
-        self.held = (*self.held[-1:], (embeddings[0], made))
-        return made
-
-
-def _rotary_dim(model: Any) -> int:
-    """How many dimensions of a head are rotated; 0 where that is not known, or differs between layers."""
-    buffers = model.rotary_emb.named_buffers() if hasattr(model, "rotary_emb") else ()
-    found = {2 * len(frequencies) for name, frequencies in buffers if name.endswith("inv_freq")}
-    return found.pop() if len(found) == 1 else 0
-
-
-def _heads_of(module: Any, family: Description, tables: _Tables, rotary_dim: int) -> _Heads | None:
-    """How an attention finds its heads; None where it is called as it is: what it rotates is not known, or it clips q, k and v."""
-    rotates = family.rotates(module)
-    unknown = rotates and not 0 < rotary_dim <= module.head_dim
-    clips = getattr(module.config, "clip_qkv", None) is not None
-    return None if unknown or clips else _Heads(module, family.kind, tables if rotates else None)
-
-
-class _Heads:
-    """An attention layer: projections, norms of q and k, positions, the cache, and the output projection."""
-
-    def __init__(self, module: Any, kind: str, tables: _Tables | None) -> None:
-        self.module, self.tables, self.dim = module, tables, module.head_dim
-        self.window = layer_window(module.config, module.layer_idx)
-        self.norms = [_norm(getattr(module, name), kind) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-        #: Norms of q and k that `append` applies before it rotates; then none are left to do.
-        self.by_head = self._by_head() if tables is not None else None
-        self.options = {
-            "softcap": getattr(module, "attn_logit_softcapping", None),
-            "s_aux": getattr(module, "sinks", None),
-            "scaling": module.scaling,
-            "sliding_window": self.window,
-        }
-
-    def attend(
-        self, x: Rows, position_embeddings: RopeLike, attention_mask: Any = None, **given: Any
-    ) -> tuple[torch.Tensor, nn.Module]:
-        """What the output projection multiplies, and that layer. The cache is a `PackedCache`."""
-        made = self._projected(x)
-        batch, tokens = made[2].shape[:2]
-        q, k, v = (t.view(batch, tokens, -1, self.dim).transpose(1, 2) for t in made)
-        rotated: dict[str, Any] = {}
-        if self.tables is not None:
-            rotated = {"rope": self.tables(position_embeddings, batch), "q": q, "norms": self.by_head}
-        keys, values = given.pop(CACHE).update(k, v, self.module.layer_idx, **rotated)
-        q = q if keys.rotated is None else keys.rotated
-        out, _ = attention(self.module, q, keys, values, attention_mask, **self.options, **given)
-        return out.reshape(batch, tokens, -1), self.module.o_proj
-
-    def _by_head(self) -> HeadNorms | None:
-        """Norms of q and k over each head; None where there are none, or where they are over all of a token."""
-        widths = {len(norm.weight) for norm in self.norms}
-        if len(self.norms) != 2 or widths != {self.dim} or self.norms[0].eps != self.norms[1].eps:
-            return None
-        q, k = self.norms
-        return HeadNorms(q.weight, k.weight, q.eps, q.kind)
-
-    def _projected(self, x: Rows) -> tuple[torch.Tensor, ...]:
-        """q, k and v [B, L, heads * D], normalized where the family does: over each head, or over all of a token."""
-        module = self.module
-        if hasattr(module, "qkv_proj"):
-            sizes = module.config.num_attention_heads * self.dim, module.config.num_key_value_heads * self.dim
-            q, k, v = _project(x, (module.qkv_proj,))[0].split((*sizes, sizes[1]), -1)
-        else:
-            q, k, v = _project(x, (module.q_proj, module.k_proj, module.v_proj))
-        if self.norms and self.by_head is None:
-            widths = [len(norm.weight) for norm in self.norms]
-            q, k = norm_rows([t.unflatten(-1, (-1, n)) for t, n in zip((q, k), widths, strict=True)], self.norms)
-        return q, k, v
+    return forms[0] if len(forms) == 1 else form

@@ -1,6 +1,6 @@
-"""`model.generate(..., custom_generate=halfbyte.hf.generate)`: a decode loop of one CUDA graph per step, without Dynamo's guards.
+"""The decode loop of `model.generate()` over a packed cache: one recorded step a token, without Dynamo.
 
-transformers prepares the call (prompt, cache, logits processors, stopping criteria) and hands it to `generate`, which runs the
+transformers prepares the call (prompt, cache, logits processors, stopping criteria) and hands it to a `DecodeLoop`, which runs the
 prompt as transformers does and then, for every token:
 
     tokens -> static input ids -> [model.forward, positions + 1] -> logits -> [processors, choice, ends] -> tokens
@@ -9,8 +9,7 @@ prompt as transformers does and then, for every token:
 or, with prompt_lookup_num_tokens=, for every run of accepted drafts (`lookup.py`).
 
 Graphs are kept for the next call (`recorded_step.py`). A choice that depends on more than logits is launched by the host for each
-token (`choice.py`). The forward is compiled if `generate()` would compile it; Dynamo's guards are evaluated during warm-up only.
-With `fuse_blocks=True` it is not compiled, and its blocks have few launches (`fused_blocks.py`).
+token (`choice.py`). The forward is that of `fused_blocks.py` where the family has one.
 
 Nothing waits for the GPU. Whether every sequence has finished is read once in `EVERY` steps, and tokens beyond the end are cut off.
 On other devices the recorded forward is an ordinary call, and everything else the same.
@@ -19,15 +18,19 @@ On other devices the recorded forward is an ordinary call, and everything else t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
+from torch.utils import _pytree as pytree
+from transformers.generation.utils import (
+    GENERATION_MODES_MAPPING,
+    MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+    GenerateDecoderOnlyOutput,
+)
 
-from halfbyte.errors import InvalidArgument, Unsupported, warn_once
+from halfbyte.errors import Unsupported, warn_once
 from halfbyte.hf.attention import CACHE
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
@@ -39,78 +42,60 @@ from halfbyte.hf.weights import ranks_of
 
 #: Steps between two looks at whether all sequences have finished; with drafts, which make fewer and longer steps.
 EVERY, EVERY_LOOKUP = 8, 2
-#: Calls of a forward before it is recorded: they compile and allocate what it needs. Dynamo may compile a second time.
-WARM_UP, WARM_UP_COMPILED = 1, 2
-#: What a step reads of a call's keyword arguments. Others may change from token to token.
-_KNOWN = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
+#: Calls of a forward before it is recorded: they compile and allocate what it needs.
+WARM_UP = 1
+#: Inputs that a step takes, as transformers continues them: the same from step to step, or larger by one.
+_CONTINUED = {CACHE, "attention_mask", "position_ids", "cache_position"}
+_CONTINUED |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+#: Inputs of the prompt alone.
+_OF_PROMPT = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
 #: Arguments of `generate()` that a forward does not use.
 _UNUSED = ("tokenizer", "assistant_tokenizer")
 
 
-def generate(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    inputs_tensor: Any = None,
-    generator: torch.Generator | None = None,
-    fuse_blocks: bool = False,
-    **model_kwargs: Any,
-) -> Any:
-    """The decode loop of `model.generate(..., custom_generate=halfbyte.hf.generate)`; transformers calls it, users do not.
+class DecodeLoop:
+    """What `generate()` hands a prepared call to: recorded steps where they can run, else transformers' own loop, with a warning.
 
-    Tokens are those of `generate()` with the same cache; sampled ones too, with the same seed (`torch.manual_seed`, or
-    generator=, a `torch.Generator` on the model's device). The model must have a packed cache (`hf.quantize(model, keys=...)`).
-    fuse_blocks=True: decoder blocks in fewer launches, whose rounding may change a token where two logits are nearly equal.
-    prompt_lookup_num_tokens=n: speculative decoding with up to n drafts per sequence and step, at most 15, and unchanged greedy
-    tokens. Drafts follow the latest earlier occurrence of the newest max_matching_ngram_size (2) tokens. Batches work.
-    Beam search, assistants and others run in transformers' own loop, after one warning that says why. After a call without
-    return_dict_in_generate and without past_key_values, its graphs and its cache are kept for the next call of the same batch size,
-    up to a quarter of the GPU's memory; `halfbyte.hf.release(model)` frees them.
+    model           the model whose steps are kept; transformers calls with a view of it
+    fuse_blocks     steps run the fused blocks of `fused_blocks.py`, where the family has them
+    generator       where samples are drawn from; None: torch's default
     """
-    if not isinstance(getattr(model, "_extract_generation_mode_kwargs", None), KeptOptions):
-        raise InvalidArgument(
-            "custom_generate=halfbyte.hf.generate needs a model with a packed cache; call halfbyte.hf.quantize(model, keys=..., "
-            "values=...) first, or leave custom_generate out"
-        )
-    call = (input_ids, logits_processor, stopping_criteria, generation_config)
-    choice, drafts = Choice(*call[1:], generator), _drafts(generation_config, model_kwargs)
-    reason = _why_not(model, input_ids, generation_config, synced_gpus, model_kwargs)
-    if drafts and reason is None:
-        reason = _why_no_lookup(model, choice, model_kwargs[CACHE], len(input_ids), streamer)
-    if reason is not None:
-        if drafts and len(input_ids) > 1:
-            raise Unsupported(
-                f"prompt_lookup_num_tokens={drafts}: {reason}, and transformers' own loop takes drafts for one sequence only; "
-                f"leave it out, or generate for one sequence at a time"
-            )
-        warn_once(f"custom_generate=halfbyte.hf.generate: {reason}, so transformers' own loop runs this call")
-        others = {"synced_gpus": synced_gpus, "streamer": streamer, "inputs_tensor": inputs_tensor}
-        return _of_transformers(model, call, generator, {**others, **model_kwargs})
-    for name in _UNUSED:
-        model_kwargs.pop(name, None)
-    decode = getattr(model, "_optimize_model_for_decode", nullcontext)
-    ngram = generation_config.max_matching_ngram_size or 2
-    lookup = _Lookup(min(drafts, MOST_DRAFTS), ngram) if drafts else None
-    return _Loop(model, input_ids, choice, streamer, fuse_blocks, lookup).run(model_kwargs, decode)
 
+    def __init__(self, model: Any, fuse_blocks: bool, generator: torch.Generator | None) -> None:
+        self.model, self.fuse_blocks, self.generator = model, fuse_blocks, generator
 
-class KeptOptions:
-    """Stands in for `model._extract_generation_mode_kwargs`, which drops streamer, tokenizer and assistant of a custom loop."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, custom_generate: Any, kwargs: dict[str, Any], *others: Any) -> dict[str, Any]:
-        """The options of the usual loop, and with `generate` its own as well."""
-        own = type(self.model)._extract_generation_mode_kwargs
-        if custom_generate is not generate:
-            return dict(own(self.model, custom_generate, kwargs, *others))
-        usual, ours = own(self.model, None, kwargs, *others), own(self.model, generate, kwargs, *others)
-        return {**usual, **ours}
+    def __call__(
+        self,
+        view: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The result of the call: ids [B, T], or transformers' output object."""
+        call = (input_ids, logits_processor, stopping_criteria, generation_config)
+        choice, drafts = Choice(*call[1:], self.generator), _drafts(generation_config, model_kwargs)
+        reason = _why_not(view, input_ids, generation_config, synced_gpus, model_kwargs)
+        if drafts and reason is None:
+            reason = _why_no_lookup(view, choice, model_kwargs, len(input_ids), streamer)
+        if reason is not None:
+            if drafts and len(input_ids) > 1:
+                raise Unsupported(
+                    f"prompt_lookup_num_tokens={drafts}: {reason}, and transformers' own loop takes drafts for one sequence only; "
+                    f"leave it out, or generate for one sequence at a time"
+                )
+            warn_once(f"generate() runs transformers' own loop, whose steps are not recorded: {reason}")
+            others = {"synced_gpus": synced_gpus, "streamer": streamer, "inputs_tensor": inputs_tensor}
+            return _of_transformers(view, call, self.generator, {**others, **model_kwargs})
+        for name in _UNUSED:
+            model_kwargs.pop(name, None)
+        ngram = generation_config.max_matching_ngram_size or 2
+        lookup = _Lookup(min(drafts, MOST_DRAFTS), ngram) if drafts else None
+        return _Loop(self, view, input_ids, choice, streamer, lookup).run(model_kwargs)
 
 
 def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool, given: dict[str, Any]) -> str | None:
@@ -118,15 +103,14 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
     cache = given.get(CACHE)
     mode = config.get_generation_mode(given.get("assistant_model")).value
     steps = mode in ("greedy_search", "sample") or _drafts(config, given)
-    positions = given.get("position_ids")
-    unknown = sorted(name for name, x in given.items() if x is not None and name not in (*_KNOWN, *_UNUSED))
+    tensors = {name for name, x in given.items() if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(x))}
+    unknown = sorted(tensors - _CONTINUED - _OF_PROMPT)
     found = {
         f"{mode} does not feed one token a step": not steps,
         f"the cache is a {type(cache).__name__}, no PackedCache": not isinstance(cache, PackedCache),
         "not every op of this model runs as a kernel (float32, or HALFBYTE_IMPL)": not getattr(cache, "records", True),
         "compile_config is set": config.compile_config is not None,
         f"{', '.join(unknown)} may change from step to step": bool(unknown),
-        "position_ids have more than two axes": positions is not None and positions.ndim != 2,
         "output_hidden_states and output_attentions are not collected": config.output_hidden_states or config.output_attentions,
         "its rotary embedding depends on the length": bool(rotations_by_length(model)),
         "the model, or its input, lies on several devices": len({p.device for p in (*model.parameters(), input_ids)}) > 1,
@@ -143,8 +127,9 @@ def _drafts(config: Any, given: dict[str, Any]) -> int:
     return int(config.prompt_lookup_num_tokens or 0) if looks_up else 0
 
 
-def _why_no_lookup(model: Any, choice: Choice, cache: PackedCache, batch: int, streamer: Any) -> str | None:
+def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: int, streamer: Any) -> str | None:
     """Why drafts of a call cannot be recorded, although the call can; None if they can."""
+    cache, positions = inputs[CACHE], inputs.get("position_ids")
     read_later = not cache.is_default or bool(choice.config.return_dict_in_generate)
     found = {
         "drafts of prompt lookup are compared with greedy choices, and do_sample is set": choice.config.do_sample,
@@ -152,6 +137,7 @@ def _why_no_lookup(model: Any, choice: Choice, cache: PackedCache, batch: int, s
         "recurrent and convolutional states cannot take drafts back": cache.has_states,
         "recent tokens in 16 bits leave their window one by one": any(layer.recent_tokens for layer in cache.packed),
         "this model's forward takes no position_ids": "position_ids" not in inspect.signature(model.forward).parameters,
+        "position_ids have more than two axes": positions is not None and positions.ndim != 2,
         "several sequences, of which each takes other drafts, cannot be streamed": batch > 1 and streamer is not None,
         "several sequences, of which each takes other drafts, leave no cache to go on with": batch > 1 and read_later,
     }
@@ -163,11 +149,11 @@ def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generat
     input_ids, processor, criteria, config = call
     options = {name: x for name, x in options.items() if x is not None}
     if generator is not None:
-        raise Unsupported("generator= belongs to steps of halfbyte.hf.generate, which cannot run this call; use torch.manual_seed")
+        raise Unsupported("generator= belongs to recorded steps, which cannot run this call; use torch.manual_seed")
     mode = config.get_generation_mode(options.get("assistant_model"))
     name = GENERATION_MODES_MAPPING[mode]
     if "/" in name:
-        raise Unsupported(f"{mode.value} is not part of transformers any more ({name}); leave custom_generate out")
+        raise Unsupported(f"{mode.value} is not part of transformers any more ({name}); pass recorded=False to load it from there")
     loop = getattr(type(model), name)
     if mode.value != "assisted_generation":
         options.pop("inputs_tensor", None)
@@ -185,65 +171,64 @@ class _Loop:
     """One call of `generate()`."""
 
     def __init__(
-        self, model: Any, input_ids: torch.Tensor, choice: Choice, streamer: Any, fuse_blocks: bool, lookup: _Lookup | None
+        self, owner: DecodeLoop, view: Any, input_ids: torch.Tensor, choice: Choice, streamer: Any, lookup: _Lookup | None
     ) -> None:
-        self.model, self.prompts, self.choice, self.config = model, input_ids, choice, choice.config
-        self.streamer, self.fuse_blocks, self.lookup = streamer, fuse_blocks, lookup
+        self.owner, self.view, self.prompts, self.choice, self.config = owner, view, input_ids, choice, choice.config
+        self.streamer, self.lookup = streamer, lookup
         #: Tokens of the longest sequence at least; without drafts, of all.
         self.length = self.start = self.streamed = input_ids.shape[1]
         self.forward: Forward | None = None
 
-    def run(self, given: dict[str, Any], decode: Any) -> Any:
-        """Generate; `given` are the model's keyword arguments for the prompt."""
-        model, cache = self.model, given[CACHE]
+    def run(self, inputs: dict[str, Any]) -> Any:
+        """Generate; `inputs` are the model's keyword arguments for the prompt."""
+        view, cache = self.view, inputs[CACHE]
         seen = not cache.is_default or bool(self.config.return_dict_in_generate)  # someone reads the cache afterwards
         cache.expect_drafts(None)  # of transformers' own loop
-        self.step = take_step(model, cache, self.prompts, max(self.choice.longest, self.start + 1), not seen)
-        self.tokens, given[CACHE] = self.step.tokens, self.step.cache
+        self.step = take_step(self.owner.model, cache, self.prompts, max(self.choice.longest, self.start + 1), not seen)
+        self.tokens, inputs[CACHE] = self.step.tokens, self.step.cache
         self.tokens.begin(self.prompts, self.choice.longest, self.choice.padding)
-        outputs = model._prefill(self.prompts, self.config, given)
-        given = model._update_model_kwargs_for_generation(outputs, given)
+        outputs = view._prefill(self.prompts, self.config, inputs)
+        inputs = view._update_model_kwargs_for_generation(outputs, inputs)
         logits = outputs.logits[:, -1]
         del outputs
-        looks = self.streamer is not None or ranks_of(model) > 1  # of which one may stream, and all must run as many steps
+        looks = self.streamer is not None or ranks_of(view) > 1  # of which one may stream, and all must run as many steps
         every = 1 if looks else EVERY_LOOKUP if self.lookup else 1 if seen else EVERY
-        kind, warm_up, forward = self._forward(given)
         try:
-            with decode():
+            with view._optimize_model_for_decode():
                 self._choose(logits)
-                while self._goes_on(every):
-                    self.forward = self.forward or self._first_forward(kind, warm_up, given)
-                    self._choose(self.forward(forward))
+                if self._goes_on(every):
+                    self._steps(every, inputs)
         finally:
             self.step.cache.expect_chunk(None)
         if self.lookup is not None:
             self.step.cache.set_lengths(self.tokens.lengths[:, 0] - 1)
         if not seen:
-            keep_step(model, self.step)
+            keep_step(self.owner.model, self.step)
         return self._result()
 
-    def _forward(self, given: dict[str, Any]) -> tuple[Hashable, int, Callable[..., Any]]:
-        """(key, warm-up calls, forward) of a step: fused blocks, else compiled if `generate()` would, but never with drafts."""
-        view = fused_view(self.model) if self.fuse_blocks else None
-        if view is not None:
-            return ("fused", self.lookup), WARM_UP, view
-        compiles = self.lookup is None and self.model._valid_auto_compile_criteria(given, self.config)
-        forward = torch.compile(self.model.__call__) if compiles else self.model.__call__
-        return (compiles, self.model.training, self.lookup), WARM_UP_COMPILED if compiles else WARM_UP, forward
+    def _steps(self, every: int, inputs: dict[str, Any]) -> None:
+        """Every token but the first."""
+        fused = fused_view(self.owner.model) if self.owner.fuse_blocks else None
+        forward = self.view if fused is None else fused
+        self.forward = self._first_forward((fused is not None, self.view.training, self.lookup), inputs)
+        more = True
+        while more:
+            self._choose(self.forward(forward))
+            more = self._goes_on(every)
 
-    def _first_forward(self, kind: Hashable, warm_up: int, given: dict[str, Any]) -> Forward:
+    def _first_forward(self, kind: Hashable, inputs: dict[str, Any]) -> Forward:
         """The step's forward, over the inputs of this call's first step."""
         now = self.tokens.ids[:, : self.length]
-        inputs = self.model.prepare_inputs_for_generation(now, next_sequence_length=1, **given)
+        inputs = self.view.prepare_inputs_for_generation(now, next_sequence_length=1, **inputs)
         if self.lookup is None:
-            return self.step.forward(Forward, kind, inputs, warm_up)
+            return self.step.forward(Forward, kind, inputs, WARM_UP)
         drafts, ngram = self.lookup
         positions = inputs["position_ids"].expand(len(now), 1)
         self.tokens.left_padding.copy_(self.length - 1 - positions)
         inputs |= {name: inputs[name].new_zeros(len(now), 1 + drafts) for name in ("input_ids", "position_ids")}
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 1 + drafts
-        return self.step.forward(partial(LookupForward, ngram=ngram), kind, inputs, warm_up)
+        return self.step.forward(partial(LookupForward, ngram=ngram), kind, inputs, WARM_UP)
 
     def _choose(self, logits: torch.Tensor) -> None:
         """Choose the next tokens from logits [B, V] or, with drafts, [B, L, V]."""

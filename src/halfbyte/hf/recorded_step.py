@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from halfbyte.errors import warn_once
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.fused_blocks import weight_addresses
 from halfbyte.hf.model_support import BUCKET
-from halfbyte.nn import local_shard
 
 Result = TypeVar("Result")
 #: What is kept at most: steps of a model, forwards of a step, choices of a forward.
@@ -219,8 +219,7 @@ def _key(model: Any, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ..
     `torch.inference_mode` is read-only outside of it, states that transformers allocates included.
     """
     layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.packed)
-    weights = tuple(local_shard(t).data_ptr() for t in (*model.parameters(), *model.buffers()))
-    return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), weights
+    return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), weight_addresses(model)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -1,0 +1,271 @@
+"""What a decoder block consists of, read off one step of it: branches one after the other, the norms around them, and their sums.
+
+    x = before(hidden);  hidden = hidden + multiplier * after(branch(x))        of each branch; modules of the same x are added up
+
+Forward hooks record which module was given what in a step of the decoder, over random states and a small 16-bit cache. A norm is
+where its input or output is a branch's; its kind is the one that gives the same numbers. Nothing goes by the name of a family.
+`fused_blocks.py` proposes a fused form of each branch, and takes it where the numbers agree at `SCALES` and at both positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from halfbyte.errors import Unsupported
+from halfbyte.hf.attention import CACHE
+from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.model_support import half_type, text_config
+from halfbyte.reference.block import KINDS, Norm, rms_norm
+
+#: Sizes of the inputs of a branch at which its fused form must agree: a clamp acts on large ones only.
+SCALES = (1.0, 30.0)
+#: How much two results of the same arithmetic may differ, by the bits of the type; another structure is off by more.
+_ROUNDING = {16: 0.04, 32: 0.01, 64: 0.01}
+#: Tokens in the cache before the step that is recorded; the first of row 0 is padding.
+_PROMPT = 3
+#: Hooks would record a call of another thread.
+_LOCK = threading.Lock()
+
+
+class Call(NamedTuple):
+    """A call of a module."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+    @property
+    def x(self) -> Any:
+        """The first tensor that it was given; None where there is none."""
+        return next((t for t in chain(self.args, self.kwargs.values()) if isinstance(t, torch.Tensor)), None)
+
+    @property
+    def y(self) -> Any:
+        """Its result; of several, the first."""
+        return self.out[0] if isinstance(self.out, tuple) else self.out
+
+
+class Part(NamedTuple):
+    """A module of a branch, and a call of it.
+
+    inner       calls within it
+    x_name      what its first tensor is called
+    renames     name of an argument -> that of the block's own, from which it comes
+    constants   arguments that are always the same
+    """
+
+    call: Call
+    inner: list[Call]
+    x_name: str
+    renames: dict[str, str]
+    constants: dict[str, Any]
+
+
+class Branch(NamedTuple):
+    """A branch of a block: the norms around it, None where there is none, and modules, whose results are added up."""
+
+    before: Norm | None
+    after: Norm | None
+    parts: list[Part]
+
+
+class Structure(NamedTuple):
+    """A block.
+
+    names           the arguments of its forward, in their order
+    x_name          what its first tensor is called
+    knows           those of the step that was read
+    returns_tuple   whether it returns its result in a tuple
+    """
+
+    branches: list[Branch]
+    multiplier: float
+    names: tuple[str, ...]
+    x_name: str
+    knows: frozenset[str]
+    returns_tuple: bool
+
+
+class Reading(NamedTuple):
+    """A step of a decoder.
+
+    blocks      calls within each block, that of the block itself at the end
+    calls       all of them
+    attended    what each layer's attention was given: a query, and the options of the call
+    cache       which the step extended; `twin` holds the same tokens before the step
+    """
+
+    blocks: list[list[Call]]
+    calls: list[Call]
+    attended: list[list[Any]]
+    cache: PackedCache
+    twin: PackedCache
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are one tensor, by its contents."""
+    return a is b or (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b))
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the result of the same arithmetic, but for rounding."""
+    if a.shape != b.shape:
+        return False
+    bits = min(torch.finfo(t.dtype).bits for t in (a, b))
+    off = (a.double() - b.double()).norm()
+    return bool(off <= _ROUNDING[bits] * b.double().norm())
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """The RMSNorm that gives the numbers of a module; None where none does."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return None
+    if getattr(module, "bias", None) is not None:
+        return None
+    rng = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(*size, len(weight), generator=rng).to(weight) for size in ((3,), ()))
+    twin = copy.copy(module)
+    twin._parameters = {**module._parameters, "weight": nn.Parameter(other, requires_grad=False)}
+    try:
+        out = type(module).forward(twin, x)
+    except TypeError:  # it takes more than x: a gate
+        return None
+    likely = [kind for kind in KINDS if same(rms_norm(x, Norm(other, eps, kind)), out)]
+    near = [kind for kind in KINDS if torch.allclose(rms_norm(x, Norm(other, eps, kind)), out, rtol=torch.finfo(x.dtype).eps)]
+    return Norm(weight, eps, (likely or near)[0]) if likely or near else None
+
+
+def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iterator[Reading]:
+    """Two steps of a model's decoder, at a position near the others and at the last: some factors change far out only.
+
+    around: the module that calls the layers.
+    """
+    decoder, config = model.get_decoder(), text_config(model)
+    device, dtype = next(layers[0].parameters()).device, half_type(model)
+    plain = "fp16" if dtype is torch.float16 else "bf16"
+    cache, twin = (PackedCache(model, 64, keys=plain, values=plain, rotate_keys=False) for _ in range(2))
+    rng = torch.Generator().manual_seed(0)
+    states = torch.randn(2, _PROMPT + 2, config.hidden_size, generator=rng).to(device, decoder.get_input_embeddings().weight.dtype)
+    mask = torch.ones(2, _PROMPT + 2, dtype=torch.long, device=device)
+    mask[0, 0] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    positions[:, -1] = (getattr(config, "max_position_embeddings", None) or 1024) - 1
+
+    def run(part: slice, held: PackedCache) -> None:
+        options = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part], "use_cache": True, CACHE: held}
+        decoder(inputs_embeds=states[:, part].clone(), **options)
+
+    for held in (cache, twin):
+        run(slice(0, _PROMPT), held)
+    for step in range(_PROMPT, _PROMPT + 2):
+        for layer in cache.packed:
+            layer.calls = []
+        with _recording(list(around.modules())) as calls:
+            run(slice(step, step + 1), cache)
+        attended = [getattr(layer, "calls", None) or [] for layer in cache.layers]
+        yield Reading(list(_by_block(calls, layers)), calls, attended, cache, twin)
+
+
+@contextmanager
+def _recording(modules: Sequence[nn.Module]) -> Iterator[list[Call]]:
+    """The calls of modules, in the order of their ends."""
+    calls: list[Call] = []
+
+    def seen(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        calls.append(Call(module, args, kwargs, out))
+
+    with _LOCK:
+        hooks = [module.register_forward_hook(seen, with_kwargs=True) for module in modules]
+        try:
+            yield calls
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _by_block(calls: Sequence[Call], layers: Sequence[nn.Module]) -> Iterator[list[Call]]:
+    start = 0
+    for layer in layers:
+        stop = next(i for i in range(start, len(calls)) if calls[i].module is layer) + 1
+        inside = {id(m) for m in layer.modules()}
+        yield [call for call in calls[start:stop] if id(call.module) in inside]
+        start = stop
+
+
+def structure_of(calls: Sequence[Call], norms: Mapping[int, Norm]) -> Structure:
+    """The structure of a block from the calls of a step. norms: by the id of a module. Raises `Unsupported` with the reason."""
+    block = calls[-1]
+    children = {id(m) for m in block.module.children()}
+    outer = [call for call in calls[:-1] if id(call.module) in children and not same(call.x, call.out)]
+    outer_norms = [(call, norms[id(call.module)]) for call in outer if id(call.module) in norms]
+    groups: list[list[Call]] = []
+    for call in (call for call in outer if id(call.module) not in norms):
+        if groups and same(groups[-1][0].x, call.x):
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    arguments = _bound(block)
+    x_name, hidden = next((name, x) for name, x in arguments.items() if isinstance(x, torch.Tensor))
+    multiplier, branches = float(getattr(block.module, "residual_multiplier", 1.0)), []
+    for group in groups:
+        x, y = group[0].x, group[0].y if len(group) == 1 else sum(call.y for call in group)
+        before = next((pair for pair in outer_norms if same(pair[0].out, x)), None)
+        after = next((pair for pair in outer_norms if same(pair[0].x, y)), None)
+        start = x if before is None else before[0].x
+        if not _sums_up(hidden, start):
+            kinds = ", ".join(type(call.module).__name__ for call in outer)
+            raise Unsupported(f"its parts ({kinds}) are not branches one after the other, each behind an RMSNorm or none")
+        hidden = start + multiplier * (y if after is None else after[0].out)
+        parts = [_part(call, calls, arguments) for call in group]
+        norm, last = (None if pair is None else pair[1] for pair in (before, after))
+        branches.append(Branch(norm, last, parts))
+    if not branches or not _sums_up(hidden, block.y):
+        raise Unsupported("its result is not the sum of its branches")
+    if sum(norm is not None for branch in branches for norm in branch[:2]) != len(outer_norms):
+        raise Unsupported("it has norms elsewhere than around its branches")
+    names = tuple(_names(block.module))
+    return Structure(branches, multiplier, names, x_name, frozenset(arguments), isinstance(block.out, tuple))
+
+
+def _sums_up(expected: torch.Tensor, found: Any) -> bool:
+    return same(expected, found) or (isinstance(found, torch.Tensor) and close(found, expected))
+
+
+def _bound(call: Call) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return {**dict(zip(_names(call.module), call.args, strict=False)), **call.kwargs}
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [*inspect.signature(type(module).forward).parameters][1:]
+
+
+def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
+    """A module of a branch, and where its arguments come from: the block's own, by identity, or constants."""
+    inside = {id(m) for m in call.module.modules()}
+    arguments = _bound(call)
+    x_name = next(name for name, x in arguments.items() if x is call.x)
+    renames, constants = {}, {}
+    for name, x in arguments.items():
+        plain = x is None or isinstance(x, bool | int | float | str)
+        sources = [own for own, value in given.items() if value is x and (own == name or not plain)]
+        if sources:
+            renames[name] = name if name in sources else sources[0]
+        elif plain:
+            constants[name] = x
+        elif name != x_name:
+            raise Unsupported(f"its block makes {name} for {type(call.module).__name__}")
+    renames.pop(x_name, None)
+    return Part(call, [c for c in calls if id(c.module) in inside and c is not call], x_name, renames, constants)

@@ -1,0 +1,273 @@
+"""Modules of a decoder block in few launches: attention and gated MLPs in a fused form, where it gives the numbers of their own.
+
+A form is a function of x and of the block's arguments by name. It gives what the last layer of the module multiplies, and that
+layer, so that the sum behind it can be part of the same launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.hf.attention import CACHE, Attended, attention
+from halfbyte.hf.block_structure import SCALES, Part, Reading, close, same
+from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
+from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
+from halfbyte.ops.block import gated, norm_rows
+from halfbyte.ops.block_linear import Rows, Unscaled, gated_projection, halves, projected
+from halfbyte.reference.block import ACTIVATIONS, Norm
+
+_LINEAR = (nn.Linear, QuantLinear, FusedProjections, FusedSlot)
+#: x and the arguments of the block -> what the last layer of a branch multiplies, and that layer; None: nothing is left.
+Form = Callable[[Rows, dict[str, Any]], tuple[torch.Tensor, nn.Module | None]]
+
+
+def whole_rows(x: Rows) -> torch.Tensor:
+    """Rows whose norm is finished, by a launch of its own if need be."""
+    return x.normalized() if isinstance(x, Unscaled) else x
+
+
+def quantized_layer(layer: Any) -> Any:
+    """A layer whose weight is quantized, fused before or not, and whose output needs no other rank; else None."""
+    known = type(layer) in (QuantLinear, FusedProjections, FusedSlot)
+    return layer if known and layer.parallel_style in (None, "colwise") else None
+
+
+def _project(x: Rows, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
+    """x [..., K] by each of up to three layers: in one launch where all are quantized, fused before or not; else one by one.
+
+    So are weights in act-order, each of which has an order of its own.
+    """
+    quantized: list[Any] = [quantized_layer(layer) for layer in layers]
+    if None in quantized or (len(layers) > 1 and any(layer.weight.perm is not None for layer in quantized)):
+        x = whole_rows(x)
+        return [layer(x) for layer in layers]
+    return projected(x, [layer.weight for layer in quantized], [layer.bias for layer in quantized])
+
+
+def fused_part(part: Part, number: int, steps: tuple[Reading, Reading], norms: dict[int, Norm], tables: Tables) -> Form:
+    """The fused form of a module of layer `number`; where none gives its numbers, the module as it is."""
+    for heads in _heads(part, steps[0].attended[number], norms, tables):
+        if _attends_alike(heads, part, number, steps):
+            return heads
+    return next((mlp for mlp in _gated_mlps(part) if _maps_alike(mlp, part)), AsItIs(part))
+
+
+class AsItIs:
+    """A branch that is called as the family's block does."""
+
+    def __init__(self, part: Part) -> None:
+        self.module, self.x_name, self.renames, self.constants = part.call.module, part.x_name, part.renames, part.constants
+
+    def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        arguments = {name: block.get(source) for name, source in self.renames.items()}
+        y = self.module(**{self.x_name: whole_rows(x), **self.constants, **arguments})
+        return (y[0] if isinstance(y, tuple) else y), None  # a mixture returns the scores of its router, too
+
+
+# ----------------------------------------------------------------------------------------------------------------------- MLP
+
+
+def _layers(part: Part) -> tuple[list[Any], Any]:
+    """(linear layers that a branch gives its own x, the one whose result is its own or None)."""
+    calls = [call for call in part.inner if isinstance(call.module, _LINEAR)]
+    first = [call.module for call in calls if same(call.x, part.call.x)]
+    return first, next((call.module for call in reversed(calls) if same(call.y, part.call.y)), None)
+
+
+def _gated_mlps(part: Part) -> Iterator[GatedMlp]:
+    """What a branch may be as a gated MLP: by activation, and by which of two projections is the gate."""
+    first, last = _layers(part)
+    if last is None or len(first) not in (1, 2) or last in first or CACHE in part.renames:
+        return
+    for activation in ACTIVATIONS:
+        for layers in itertools.permutations(first):
+            yield GatedMlp(list(layers), last, activation)
+
+
+class GatedMlp:
+    """A gated MLP in two launches: the layer or layers of gate and up, and `last`."""
+
+    def __init__(self, layers: list[Any], last: nn.Module, activation: str) -> None:
+        self.layers, self.last, self.activation = layers, last, activation
+
+    def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, nn.Module]:
+        layers: list[Any] = [quantized_layer(layer) for layer in self.layers]
+        if any(layer is None or layer.weight.perm is not None or layer.weight.nested is not None for layer in layers):
+            gate, up = (t for y in _project(x, self.layers) for t in y.chunk(2 // len(layers), -1))
+            return gated(gate, up, self.activation), self.last
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if len(layers) == 1:
+            weights, biases = halves(weights[0], biases[0])
+        return gated_projection(x, weights, biases, self.activation), self.last
+
+
+def _maps_alike(form: GatedMlp, part: Part) -> bool:
+    """Whether a fused MLP gives what the family's own does, for its input of the step and for a larger one."""
+    call = part.call
+    own = AsItIs(part)
+    for scale in SCALES:
+        x = call.x * scale
+        try:
+            y, last = form(x, call.kwargs)
+            y = y if last is None else last(y)
+        except (RuntimeError, ValueError):  # shapes that do not belong together
+            return False
+        if not close(y, own(x, {source: call.kwargs.get(name) for name, source in part.renames.items()})[0]):
+            return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------- attention
+
+
+class Tables:
+    """cos and sin of a step as `append` takes them, made once for all blocks.
+
+    Two pairs are held, as layers with a window may rotate at another base (Gemma 3).
+    """
+
+    held: tuple[tuple[tuple[torch.Tensor, int, bool], Rope], ...] = ()
+
+    def __call__(self, embeddings: RopeLike, batch: int, half: int, interleaved: bool) -> Rope:
+        """float32 [B, L, half], or [L, half] where all sequences are alike, from cos and sin [1 or B, L, half or more]."""
+        for (cos, *form), rope in self.held:
+            if cos is embeddings[0] and form == [half, interleaved]:
+                return rope
+        cos, sin = (t[..., :half].float().contiguous() for t in embeddings[:2])
+        rope = Rope(*((cos, sin) if len(cos) == batch else (cos[0], sin[0])), interleaved)
+        self.held = (*self.held[-1:], ((embeddings[0], half, interleaved), rope))
+        return rope
+
+
+class _Rotation(NamedTuple):
+    """How q and k are rotated: the block's argument with cos and sin, half of the rotated dimensions, the order of pairs."""
+
+    source: str
+    half: int
+    interleaved: bool
+
+
+def _heads(part: Part, attended: list[Attended], norms: dict[int, Norm], tables: Tables) -> Iterator[Heads]:
+    """What a branch may be as an attention layer: by how it rotates."""
+    layers, last = _layers(part)
+    if last is None or len(attended) != 1 or len(layers) not in (1, 3) or CACHE not in part.renames:
+        return
+    head_norms = [norms[id(call.module)] for call in part.inner if id(call.module) in norms]
+    if len(head_norms) not in (0, 2):
+        return
+    make = partial(Heads, part, attended[0], layers, last, head_norms, tables)
+    for name, x in part.call.kwargs.items():
+        pair = isinstance(x, tuple) and len(x) == 2 and all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in x)
+        if pair and name in part.renames:
+            width = x[0].shape[-1]
+            for half, interleaved in itertools.product((width // 2, width), (False, True)):
+                if 2 * half <= attended[0].q.shape[-1]:
+                    yield make(_Rotation(part.renames[name], half, interleaved))
+    yield make(None)
+
+
+class Heads:
+    """An attention layer: projections, norms of q and k, positions, the cache, and the output projection."""
+
+    def __init__(
+        self,
+        part: Part,
+        attended: Attended,
+        layers: list[Any],
+        last: nn.Module,
+        norms: list[Norm],
+        tables: Tables,
+        rotation: _Rotation | None,
+    ) -> None:
+        self.module, self.options, self.layers, self.last, self.norms = attended.module, attended.options, layers, last, norms
+        self.dims = [t.shape[-1] for t in (attended.q, attended.k, attended.v)]
+        self.sizes = [t.shape[1] * t.shape[-1] for t in (attended.q, attended.k, attended.v)]
+        self.tables, self.rotation = tables, rotation
+        #: Whether the first projection has a gate behind each head's query, for what attention gives (Qwen3.5).
+        width = next(call.y.shape[-1] for call in part.inner if call.module is layers[0])
+        self.gates = len(layers) == 3 and width == 2 * self.sizes[0]
+        self.sources = {name: part.renames[name] for name in ("attention_mask", CACHE) if name in part.renames}
+        self.number = attended.module.layer_idx
+        #: Norms of q and k that `append` applies before it rotates; then none are left to do.
+        self.by_head = None if rotation is None else self._by_head()
+
+    def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, nn.Module]:
+        """What the output projection multiplies, and that layer. The cache is a `PackedCache`."""
+        flat = self._projected(x)
+        batch, tokens = flat[2].shape[:2]
+        if self.gates:
+            q, gate = flat[0].view(batch, tokens, -1, 2 * self.dims[0]).chunk(2, -1)
+            flat = [q.contiguous(), *flat[1:]]
+        q, k, v = (t.view(batch, tokens, -1, dim).transpose(1, 2) for t, dim in zip(flat, self.dims, strict=True))
+        rotated: dict[str, Any] = {}
+        if self.rotation is not None:
+            source, half, interleaved = self.rotation
+            rotated = {"rope": self.tables(block[source], batch, half, interleaved), "q": q, "norms": self.by_head}
+        keys, values = block[self.sources[CACHE]].update(k, v, self.number, **rotated)
+        q = q if keys.rotated is None else keys.rotated
+        mask = block.get(self.sources.get("attention_mask", ""))
+        out, _ = attention(self.module, q, keys, values, mask, **self.options)
+        out = out.reshape(batch, tokens, -1)
+        return (out * gate.reshape(out.shape).sigmoid() if self.gates else out), self.last
+
+    def _by_head(self) -> HeadNorms | None:
+        """Norms of q and k over each head; None where there are none, or where they are over all of a token."""
+        widths = {len(norm.weight) for norm in self.norms}
+        if len(self.norms) != 2 or widths != {self.dims[0]} or self.norms[0].eps != self.norms[1].eps:
+            return None
+        q, k = self.norms
+        return HeadNorms(q.weight, k.weight, q.eps, q.kind)
+
+    def _projected(self, x: Rows) -> Sequence[torch.Tensor]:
+        """q, k and v [B, L, heads * D], normalized where the family does: over each head, or over all of a token."""
+        flat: Sequence[torch.Tensor] = _project(x, self.layers)
+        if len(flat) == 1:
+            flat = flat[0].split(self.sizes, -1)
+        q, k, v = flat
+        if self.norms and self.by_head is None:
+            widths = [len(norm.weight) for norm in self.norms]
+            q, k = norm_rows([t.unflatten(-1, (-1, n)) for t, n in zip((q, k), widths, strict=True)], self.norms)
+        return q, k, v
+
+
+class _Twin:
+    """A layer of a cache, in place of the whole cache."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, number: int, **rotated: Any) -> Any:
+        """As `PackedCache.update`."""
+        return self.layer.update(k, v, **rotated)
+
+
+def _attends_alike(form: Heads, part: Part, number: int, steps: tuple[Reading, Reading]) -> bool:
+    """Whether a fused attention layer has the queries, values and results of the family's own.
+
+    Results are compared at the first scale: softmax of large scores magnifies rounding.
+    """
+    twin, own = steps[0].twin.layers[number], AsItIs(part)
+    for step, scale in itertools.product(steps, SCALES):
+        call = next(call for call in step.blocks[number] if call.module is part.call.module)
+        block = {source: call.kwargs.get(name) for name, source in part.renames.items()}
+        results = []
+        for run in (own, form):
+            lengths, twin.calls = twin.kv.lengths.clone(), []
+            try:
+                y, last = run(call.x * scale, {**block, form.sources[CACHE]: _Twin(twin)})
+                results.append((twin.calls[0].q, twin.calls[0].v, y if last is None else last(y)))
+            except (RuntimeError, ValueError, AttributeError, HalfbyteError):  # shapes that do not belong together
+                return False
+            finally:
+                twin.kv.crop(lengths)
+        which = slice(None) if scale == SCALES[0] else slice(2)
+        if not all(map(close, results[0][which], results[1][which])):
+            return False
+    return True
