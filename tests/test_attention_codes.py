@@ -8,7 +8,7 @@ import torch
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.common import layouts
 from halfbyte.kernels.decode import wgmma_operands
-from halfbyte.plans.decode_spec import KVSpec, kv_spec
+from halfbyte.plans.kv_codec import KVSpec, kv_spec
 from machine.inline import Threads, on_block
 
 WORDS = torch.arange(1 << 16)

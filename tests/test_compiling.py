@@ -32,8 +32,9 @@ from halfbyte.kernels.aot.compiling import (  # noqa: E402
 )
 from halfbyte.kernels.aot.decode_sample import sample  # noqa: E402
 from halfbyte.plans import compiled_for  # noqa: E402
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan  # noqa: E402
+from halfbyte.plans.decode_attention import gluon_plan  # noqa: E402
 from halfbyte.plans.decode_problem import dense_problem, problem_of  # noqa: E402
+from halfbyte.plans.decode_spec import DecodePlan  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 compile_check: Any = importlib.import_module("compile_check")

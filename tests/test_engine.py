@@ -19,8 +19,9 @@ from halfbyte.ops.append import append_
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear
 from halfbyte.paging import PagedKVCache
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_problem import problem_of
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.reference import attention as reference
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables

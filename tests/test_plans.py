@@ -15,12 +15,13 @@ from halfbyte.device import GPU, H200, block_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, kv_format
 from halfbyte.plans import decode_shapes, toolchain
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan, queries_of_a_block, ragged_blocks
+from halfbyte.plans.decode_attention import gluon_plan, queries_of_a_block, ragged_blocks
 from halfbyte.plans.decode_portable import triton_tiles
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_shapes import programs, reduce_fanin_of, with_reduce_smem
-from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, kv_spec, padded
+from halfbyte.plans.decode_spec import DecodePlan, DecodeWgmmaSpec
 from halfbyte.plans.explain import explanation, linear_explanation
+from halfbyte.plans.kv_codec import KVSpec, kv_spec, padded
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_portable import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem

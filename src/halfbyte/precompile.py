@@ -20,8 +20,8 @@ from rich.console import Console
 from halfbyte.device import blocks_by_resource, sm_limits
 from halfbyte.errors import Unsupported, require
 from halfbyte.formats import kv_format
-from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_problem import DecodeProblem
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.terminal import progress
 

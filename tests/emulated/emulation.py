@@ -16,7 +16,7 @@ from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _problem_of
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan, queries_of_a_block, ragged_blocks
+from halfbyte.plans.decode_attention import Division, gluon_plan, queries_of_a_block, ragged_blocks
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.experts_mma import ExpertsPlan
 from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, gluon_experts, wgmma_experts
@@ -65,19 +65,17 @@ def attend(
 def run(call: DecodeCall, order: Order, num_sms: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of a call that may be ragged."""
 
-    def plan(problem: DecodeProblem, *_: Any) -> DecodePlan:
-        found = gluon_plan(problem, num_sms, (9, 0), True)
-        if isinstance(found, str):
-            raise Refused(found)
-        return found
+    def division(problem: DecodeProblem, level: str, most: int, *_: Any) -> Division:
+        if problem.ragged:
+            return Division(None, ragged_blocks(problem, most, (9, 0)).queries)
+        if queries := queries_of_a_block(problem, (9, 0)):
+            return Division(None, queries)
+        plan = gluon_plan(problem, num_sms, (9, 0), True)
+        if isinstance(plan, str):
+            raise Refused(plan)
+        return Division(plan)
 
-    def blocks(problem: DecodeProblem, *_: Any) -> int:
-        return queries_of_a_block(problem, (9, 0))
-
-    def ragged(problem: DecodeProblem, most: int, *_: Any) -> int:
-        return ragged_blocks(problem, most, (9, 0)).queries
-
-    patched = mock.patch.multiple(_decode_on_gpu, _plan=plan, _queries_of_a_block=blocks, _ragged_block=ragged)
+    patched = mock.patch.object(_decode_on_gpu, "_division", division)
     with patched, machine(order, backwards):
         return _decode_on_gpu.run(call, compiled=True)
 

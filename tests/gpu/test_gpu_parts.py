@@ -14,8 +14,7 @@ from test_gpu_graphs import Captured
 
 import halfbyte as hb
 from halfbyte.ops import by_plan, workspace
-from halfbyte.plans.decode_attention import DecodePlan
-from halfbyte.plans.decode_spec import DecodeSpec
+from halfbyte.plans.decode_spec import DecodePlan, DecodeSpec
 
 pytestmark = pytest.mark.compile_first
 

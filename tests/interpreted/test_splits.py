@@ -12,8 +12,8 @@ from accuracy import attention_accuracy, eager_attention, float64_attention
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.session import Options, Session

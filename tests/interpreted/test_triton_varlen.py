@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.ops import _decode_blocks
 from halfbyte.ops import _decode_on_gpu as on_gpu
 from halfbyte.ops._decode_blocks import blocks_of_ragged, from_blocks
+from halfbyte.plans.decode_attention import Division
 from test_attention_varlen import OPTIONS, assert_same, in_chunks
 from varlen_cases import MIXED, batch_of
 
@@ -55,7 +57,7 @@ def test_even_batches_take_the_kernels_of_decoding(most: int, monkeypatch: pytes
     """With empty sequences behind; what the bounds are is not looked at."""
     batch = batch_of([(most, 40), (most, 17), (most, most), (0, 0)], dtype=torch.float16, padding=most)
     expected = batch.attend(impl="reference")
-    monkeypatch.setattr(on_gpu, "_run_ragged", None)
+    monkeypatch.setattr(on_gpu, "run_ragged", None)
     out, lse = batch.attend(impl="triton")
     torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-4)
@@ -63,11 +65,17 @@ def test_even_batches_take_the_kernels_of_decoding(most: int, monkeypatch: pytes
     assert_same((batch.attend(impl="triton", out=into)[0], into), (out, out))
 
 
+def divide_ragged(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged queries run in blocks of so many, as those of the tuned kernel do."""
+    right = on_gpu._division
+    monkeypatch.setattr(on_gpu, "_division", lambda p, *rest: Division(None, queries) if p.ragged else right(p, *rest))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 5, 33])
 def test_blocks_of_ragged_queries_are_sequences_of_their_own(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the tuned kernel takes them; the portable one stands in for it."""
-    monkeypatch.setattr(on_gpu, "_queries_of_a_ragged_block", lambda call: queries)
+    divide_ragged(queries, monkeypatch)
     monkeypatch.setattr(on_gpu, "_launch_ragged", None)
     batch_of(MIXED, dtype=torch.bfloat16, padding=21).check("triton", window=33, sinks=torch.ones(4))
     batch_of(MIXED, "int4", "int4", dtype=torch.bfloat16, padding=1).check("triton", exact=True)
@@ -77,10 +85,10 @@ def test_blocks_of_ragged_queries_are_sequences_of_their_own(queries: int, monke
 @pytest.mark.parametrize("most", [3, 7, 20])
 def test_blocks_in_several_launches_have_the_same_bits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some sequences and some tokens each: with deterministic_batch no number of them leads to another kernel."""
-    monkeypatch.setattr(on_gpu, "_queries_of_a_ragged_block", lambda call: 4)
+    divide_ragged(4, monkeypatch)
     batch = batch_of(MIXED, dtype=torch.bfloat16, padding=21)
     whole = batch.attend(impl="triton", deterministic_batch=True)
-    monkeypatch.setattr(on_gpu, "most_sequences", lambda heads, capacity: most)
+    monkeypatch.setattr(_decode_blocks, "most_sequences", lambda heads, capacity: most)
     assert_same(batch.attend(impl="triton", deterministic_batch=True), whole)
     plain = batch.attend(impl="triton")
     for got, expected in zip(whole, plain, strict=True):

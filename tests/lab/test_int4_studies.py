@@ -15,9 +15,10 @@ from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.evals.environment import Environment
 from halfbyte.formats import KV_FORMATS
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.plans.decode_problem import DecodeProblem as Call
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.settings import pair_launches
 from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants

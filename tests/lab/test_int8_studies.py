@@ -13,9 +13,10 @@ from halfbyte.device import Device
 from halfbyte.evals.environment import Environment
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.plans.decode_problem import DecodeProblem
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.reference import attention
 from halfbyte_lab.measure import compare, session
 from halfbyte_lab.measure.caches import DecodeCase

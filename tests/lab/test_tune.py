@@ -21,8 +21,9 @@ from halfbyte.evals.environment import Environment
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import by_plan
 from halfbyte.paths import own_plans
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_problem import dense_problem
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.explain import linear_explanation
 from halfbyte.plans.linear import BLOCK_BYTES, shares
 from halfbyte.plans.linear_spec import LinearPlan

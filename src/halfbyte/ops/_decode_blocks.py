@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,32 @@ from halfbyte.kv_buffer import DecodeCall, KVBuffer
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, MOST_TOKENS
 
 Tensors = tuple[torch.Tensor, ...]
+#: From a call to its results.
+Run = Callable[[DecodeCall], Tensors]
+
+
+def run_in_blocks(c: DecodeCall, queries: int, results: Tensors, run: Run) -> None:
+    """Results of blocks of `queries` new tokens; with `run`, of calls that hold blocks as sequences."""
+    for piece, parts in blocks_of(c, queries, results):
+        for whole, part in zip(parts, run(piece), strict=True):
+            put(whole, part)
+
+
+def run_ragged(c: DecodeCall, queries: int, results: Tensors, run: Run) -> None:
+    """The same of ragged queries; with `deterministic_batch` in several launches, if needed."""
+    wholes, others = [t[0].transpose(0, 1) for t in results], (0.0, -math.inf)
+    if not c.deterministic_batch:
+        blocks, places = blocks_of_ragged(c, queries)
+        for whole, part, otherwise in zip(wholes, run(blocks), others, strict=True):
+            whole.copy_(from_blocks(part, places, otherwise))
+        return
+    for whole, otherwise in zip(wholes, others, strict=True):
+        whole.fill_(otherwise)
+    for piece, tokens in parts_of_ragged(c, queries):
+        blocks, places = blocks_of_ragged(piece, queries)
+        for whole, part in zip(wholes, run(blocks), strict=True):
+            rows = whole[tokens]
+            rows.copy_(torch.where(places[2].view(-1, *[1] * (rows.ndim - 1)), rows, from_blocks(part, places, 0.0)))
 
 
 def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[DecodeCall, Tensors]]:
@@ -53,6 +80,33 @@ def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[D
 def most_sequences(heads: int, capacity: int) -> int:
     """Sequences, or blocks of them, that one launch of a tuned kernel takes."""
     return max(1, min(MOST_SEQUENCES, MOST_TOKENS // max(1, heads * capacity)))
+
+
+def parts_of_ragged(c: DecodeCall, queries: int) -> Iterator[tuple[DecodeCall, slice]]:
+    """Calls of some sequences and some of the tokens each, so few that the number of their blocks never changes the kernel."""
+    tokens, batch = c.q.shape[2], len(c.lengths)
+    most = most_sequences(c.keys.heads, c.capacity)
+    some = max(1, min(batch, most // 2))
+    many = max(1, most - some) * queries
+    for b, first in itertools.product(range(0, batch, some), range(0, tokens, many)):
+        here, those = slice(b, b + some), slice(first, first + many)
+        yield part_of_ragged(c, here, those), those
+
+
+def part_of_ragged(c: DecodeCall, here: slice, those: slice) -> DecodeCall:
+    """The call of these sequences and of these tokens, which may be no sequence's."""
+    assert c.cu_seqlens_q is not None
+    first, count = those.start, min(those.stop, c.q.shape[2]) - those.start
+    bounds, lengths, o = c.cu_seqlens_q[here.start : here.stop + 1], c.lengths[here], c.options
+    starts, ends = (None if t is None else t[here] for t in (o.starts, o.ends))
+    return c._replace(
+        q=c.q[:, :, those],
+        lengths=lengths,
+        query_start=lengths - bounds.diff() + (first - bounds[:-1]).clamp_min(0),
+        page_table=None if c.page_table is None else c.page_table[here],
+        cu_seqlens_q=(bounds - first).clamp(0, count),
+        options=o._replace(starts=starts, ends=ends),
+    )
 
 
 def blocks_of_ragged(c: DecodeCall, queries: int) -> tuple[DecodeCall, Tensors]:

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halfbyte.device import gpu as gpu_of
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._linear_on_gpu import run_plan as linear
 from halfbyte.ops.workspace import prepare
-from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.plans.decode_attention import plan_of
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_problem import problem_of as _problem_of
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.settings import interpreted, pair_launches
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tens
     if q.device.type == "cpu" and not interpreted():
         raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
     # Paired where the GPU can; `attend` takes that back where the environment says so.
-    return gpu.plan_of(call_of(q, cache, alibi_slopes)._replace(impl=impl), use_pdl=True)
+    return plan_of(problem_of(q, cache, alibi_slopes), impl, gpu_of(-1 if q.device.type == "cpu" else q.device.index), use_pdl=True)
 
 
 def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,6 +55,6 @@ def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None =
     return DecodeCall(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options)
 
 
-def problem_of(q: torch.Tensor, cache: KVCache) -> DecodeProblem:
+def problem_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None = None) -> DecodeProblem:
     """What a plan needs to know of a call."""
-    return _problem_of(call_of(q, cache))
+    return _problem_of(call_of(q, cache, alibi_slopes))

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from halfbyte.formats import KV_FORMATS
 from halfbyte.plans.compiled_for import CompiledFor
-from halfbyte.plans.decode_spec import padded
-from halfbyte.plans.kv_codec import KVCodec, kv_codec
+from halfbyte.plans.kv_codec import KVCodec, kv_codec, padded
 
 #: Elements of a tile, 4 or 8 per thread. A warp that has one head of 128 reduces it in one instruction.
 TILE = 4096

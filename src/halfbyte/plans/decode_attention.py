@@ -6,62 +6,23 @@ the number of programs, and each takes its share of the true lengths on the devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from halfbyte.device import Capability, block_shared_memory, supports_pdl, supports_wgmma
+from halfbyte.device import GPU, Capability, block_shared_memory, supports_pdl, supports_wgmma
+from halfbyte.errors import Unsupported
 from halfbyte.formats import kv_format
-from halfbyte.plans.decode_problem import DecodeProblem
-from halfbyte.plans.decode_shapes import MOST_ROWS, Shape, fastest, many_rows, programs, reduce_fanin_of, with_reduce_smem
-from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
+from halfbyte.plans.decode_portable import TritonTiles, portable_plan
+from halfbyte.plans.decode_problem import DTYPES, DecodeProblem
+from halfbyte.plans.decode_shapes import MOST_ROWS, fastest, many_rows
+from halfbyte.plans.decode_spec import DecodePlan, DecodeSpec
+from halfbyte.plans.kv_codec import KVSpec, kv_spec, padded
 from halfbyte.reference.hadamard import block_size
 
 #: The tuned kernel counts tokens in 32 bits: the most tokens (of all heads) and sequences of a call.
 MOST_TOKENS, MOST_SEQUENCES = 2**32, 4096
 #: Query rows per KV head times head_dim that the registers of the kernel for few rows hold.
 MOST_NUMBERS = 4096
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and their workspace."""
-
-    spec: DecodeSpec
-    programs: int
-    work_items: int  # KV heads of sequences, or pairs of them
-    why: str
-    groups: int = 0  # of `reduce_fanin` splits of fixed size, in a full work item
-
-    @property
-    def floats(self) -> int:
-        """fp32 numbers of a workspace: two partial results per program, or two groups of splits, and sums of groups."""
-        partials = 2 * self.programs * (self.spec.reduce_fanin if self.spec.split else 1) + self.work_items * self.groups
-        return partials * self.spec.partial_floats
-
-    @property
-    def counters(self) -> int:
-        """Counters of a workspace: a semaphore a work item, and two per `reduce_fanin` programs (fixed splits: one a program)."""
-        if self.spec.split:
-            return self.work_items + self.programs
-        return self.work_items + 2 * -(-self.programs // self.spec.reduce_fanin)
-
-    def describe(self) -> dict[str, str]:
-        """The plan in words, in reading order."""
-        spec = self.spec
-        wgmma = isinstance(spec, DecodeWgmmaSpec)
-        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
-        exact = f"{spec.chunks} chunks of {spec.chunk} tokens in 16 bits, each shared out as {spec.chunk_cost / 8:g} tiles"
-        tail = {"tail": exact} if spec.tail_rows else {}
-        splits = "where shares meet inside a work item; the last program to arrive reduces, in fixed order"
-        if spec.split:
-            splits = f"{spec.split} tokens each, whatever the batch; the last program to arrive reduces, in the order of tokens"
-        return {
-            "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
-            "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
-            **tail,
-            "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",
-            "splits": splits,
-        }
 
 
 def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: bool) -> DecodePlan | str:
@@ -94,34 +55,14 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     )
     dim = max(p.dim, p.value_dim)
     if spec.padded_rows * dim <= MOST_NUMBERS:
-        shape: Shape | str = fastest(spec, p, num_sms, limit)
-    elif p.sink_tokens or p.recent_tokens:
+        return fastest(spec, p, num_sms, limit)
+    if p.sink_tokens or p.recent_tokens:
         exact = f"sink_tokens={p.sink_tokens}, recent_tokens={p.recent_tokens}"
-        shape = f"{exact}; the tuned kernel reads them for {MOST_NUMBERS // dim} query rows per KV head at most"
-    elif p.deterministic_batch or not supports_wgmma(capability):
+        return f"{exact}; the tuned kernel reads them for {MOST_NUMBERS // dim} query rows per KV head at most"
+    if p.deterministic_batch or not supports_wgmma(capability):
         where = "with deterministic_batch" if p.deterministic_batch else "on this GPU"
-        shape = f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel {where}"
-    else:
-        shape = many_rows(spec, limit)
-    if isinstance(shape, str):
-        return shape
-    if shape.spec.shared_bytes > limit:
-        return f"its ring takes {shape.spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
-    return _planned(shape, p, num_sms, limit)
-
-
-def _planned(shape: Shape, p: DecodeProblem, num_sms: int, limit: int) -> DecodePlan:
-    """The plan of a shape: how many programs share the work."""
-    spec, items = shape.spec, p.batch * p.heads // shape.spec.heads
-    count = programs(items, num_sms * shape.per_sm)
-    tiles, item = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if spec.heads == 1 else "two KV heads"
-    why = f"{count} programs of {spec.warps} warps, {tiles}; {items} work items ({item} of a sequence each)"
-    if spec.split:
-        return DecodePlan(spec, count, items, why, -(-p.capacity // (spec.split * spec.reduce_fanin)))
-    spec = replace(spec, reduce_fanin=reduce_fanin_of(count, items))
-    if spec.wgmma:
-        return DecodePlan(spec, count, items, f"wgmma with up to {spec.padded_rows} rows; {why}")
-    return DecodePlan(with_reduce_smem(spec, limit), count, items, why)
+        return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel {where}"
+    return many_rows(spec, p, num_sms, limit)
 
 
 def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
@@ -156,6 +97,38 @@ def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> Decode
 def for_many_sequences(plan: DecodePlan) -> DecodePlan:
     """The plan with a kernel for up to 64 or `MOST_SEQUENCES` sequences: prompts of all lengths share those two."""
     return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
+
+
+def plan_of(p: DecodeProblem, level: str, gpu: GPU, use_pdl: bool) -> DecodePlan | TritonTiles:
+    """The plan of a problem by its level, "auto" by the best that can. Raises `Unsupported` when the requested level cannot."""
+    if p.dtype not in DTYPES.values():
+        raise Unsupported(f"q is {p.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
+    if level != "triton":
+        tuned = gluon_plan(p, gpu.num_sms, gpu.capability, use_pdl)
+        if isinstance(tuned, DecodePlan):
+            return tuned
+        if level == "gluon":
+            raise Unsupported(f"impl='gluon' cannot run this call: {tuned}; use impl='auto', which takes the portable kernel here")
+    return portable_plan(p, gpu.num_sms, gpu.capability if use_pdl else (8, 0))
+
+
+class Division(NamedTuple):
+    """How a call is run: by one plan, or in blocks of so many new tokens, which are sequences with a plan of their own."""
+
+    plan: DecodePlan | TritonTiles | None
+    queries: int = 0
+
+
+def divided(p: DecodeProblem, level: str, most: int, gpu: GPU, use_pdl: bool) -> Division:
+    """How a call is run. most: the largest number of queries of a sequence, of ragged ones. Raises as `plan_of`."""
+    queries = 0
+    if p.dtype in DTYPES.values() and level != "triton":
+        if not p.ragged:
+            queries = queries_of_a_block(p, gpu.capability)
+        elif p.page and not (p.sink_tokens or p.recent_tokens or kv_format(p.keys).token_block):
+            blocks = ragged_blocks(p, most, gpu.capability)
+            queries = blocks.queries if isinstance(plan_of(blocks, level, gpu, use_pdl), DecodePlan) else 0
+    return Division(None, queries) if queries else Division(plan_of(p, level, gpu, use_pdl))
 
 
 def _refusal(p: DecodeProblem, capability: Capability) -> str:

@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from halfbyte.plans.decode_problem import DecodeProblem
-from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec
+from halfbyte.plans.decode_spec import DecodePlan, DecodeSpec, DecodeWgmmaSpec
 from halfbyte.plans.toolchain import takes_any_part
 
 #: Query rows of a KV head that a program of the wgmma kernel holds: 16 per warp.
@@ -61,14 +61,30 @@ def reduce_fanin_of(programs: int, items: int) -> int:
     return 16 if programs > 128 * items else 8
 
 
-def fastest(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> Shape:
-    """The shape of least cost for few query rows. base: all but tiles and stages; limit: bytes of shared memory of a block."""
+def fastest(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> DecodePlan | str:
+    """The plan of least cost for few query rows, or why none fits. base: all but tiles and stages; limit: of shared memory."""
     several = _several(base, p, limit)
-    if p.deterministic_batch:
-        return _in_fixed_splits(several, limit)
+    several = _in_fixed_splits(several, limit) if p.deterministic_batch else several
     if several.spec.shared_bytes > limit:
-        return several
-    return min((_filled(several, limit), *_alone(several.spec, p, num_sms, limit)), key=lambda shape: shape.cost)
+        return f"its ring takes {several.spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
+    if p.deterministic_batch:
+        return _planned(several, p, num_sms, limit)
+    shapes = _filled(several, limit), *_alone(several.spec, p, num_sms, limit)
+    return _planned(min(shapes, key=lambda shape: shape.cost), p, num_sms, limit)
+
+
+def _planned(shape: Shape, p: DecodeProblem, num_sms: int, limit: int) -> DecodePlan:
+    """The plan of a shape: how many programs share the work."""
+    spec, items = shape.spec, p.batch * p.heads // shape.spec.heads
+    count = programs(items, num_sms * shape.per_sm)
+    tiles, item = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if spec.heads == 1 else "two KV heads"
+    why = f"{count} programs of {spec.warps} warps, {tiles}; {items} work items ({item} of a sequence each)"
+    if spec.split:
+        return DecodePlan(spec, count, items, why, -(-p.capacity // (spec.split * spec.reduce_fanin)))
+    spec = replace(spec, reduce_fanin=reduce_fanin_of(count, items))
+    if spec.wgmma:
+        return DecodePlan(spec, count, items, f"wgmma with up to {spec.padded_rows} rows; {why}")
+    return DecodePlan(with_reduce_smem(spec, limit), count, items, why)
 
 
 def _several(base: DecodeSpec, p: DecodeProblem, limit: int) -> Shape:
@@ -206,8 +222,8 @@ def _dims(spec: DecodeSpec) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------------------- many query rows
 
 
-def many_rows(base: DecodeSpec, limit: int) -> Shape | str:
-    """What the wgmma kernel is compiled for, or the reason why it cannot.
+def many_rows(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> DecodePlan | str:
+    """The plan of the wgmma kernel, or the reason why it cannot.
 
     A tile has as many tokens as padded rows: 64 for two programs of one warp group, 128 for one of two warp groups.
     """
@@ -223,7 +239,7 @@ def many_rows(base: DecodeSpec, limit: int) -> Shape | str:
     for stages in (3, 2):
         spec = DecodeWgmmaSpec(**vars(base) | tiles | {"stages": stages})
         if per_sm * (spec.shared_bytes + 2 * _DRIVER_BYTES) <= limit:
-            return Shape(spec, per_sm)
+            return _planned(Shape(spec, per_sm), p, num_sms, limit)
     return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
 
 

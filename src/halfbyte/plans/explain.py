@@ -10,9 +10,10 @@ from halfbyte.cache_options import token_bytes
 from halfbyte.device import GPU, H200
 from halfbyte.errors import check
 from halfbyte.formats import check_window, key_format, value_format, weight_format
-from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, gluon_plan, queries_of_a_block
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, gluon_plan, queries_of_a_block
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.decode_problem import dense_problem
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.tuning_cache import NO_TABLE, Table, linear_plan

@@ -18,7 +18,7 @@ from typing import Any
 from halfbyte.device import GPU
 from halfbyte.errors import HalfbyteError
 from halfbyte.paths import own_plans
-from halfbyte.plans.decode_spec import padded
+from halfbyte.plans.kv_codec import padded
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice

@@ -15,8 +15,8 @@ import torch
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported, check
 from halfbyte.ops.by_plan import prepare
-from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte_lab.measure.caches import Inputs, Promise, Rotation, fill, held_by
 from halfbyte_lab.measure.checks import Accuracy
 from halfbyte_lab.measure.records import Record, with_timing

@@ -18,7 +18,7 @@ from functools import partial
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.precompile import Pair
 from halfbyte_lab.baselines.run import attention_baselines
 from halfbyte_lab.cases import decode_variants

@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from halfbyte.cache import KVCache
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
-from halfbyte.plans.decode_spec import DecodeSpec, KVSpec
+from halfbyte.plans.decode_spec import DecodePlan, DecodeSpec
+from halfbyte.plans.kv_codec import KVSpec
 from halfbyte_lab.cases.decode_cases import measure_baselines
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
 from halfbyte_lab.measure import charts

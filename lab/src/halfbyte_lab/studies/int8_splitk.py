@@ -19,8 +19,8 @@ from halfbyte.device import Device
 from halfbyte.errors import Unsupported
 from halfbyte.formats import key_format
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_problem import dense_problem
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.precompile import taken
 from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_cases import measure_baselines

@@ -11,9 +11,9 @@ from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, o
 from halfbyte.kernels.aot.decode_sample import Sample, sample
 from halfbyte.kernels.decode.launch import launches
 from halfbyte.kv_buffer import DecodeCall
-from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_problem import problem_of
-from halfbyte.plans.decode_spec import DecodeWgmmaSpec
+from halfbyte.plans.decode_spec import DecodePlan, DecodeWgmmaSpec
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"

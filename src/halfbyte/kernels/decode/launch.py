@@ -23,7 +23,7 @@ from halfbyte.kernels.decode.arguments import (
 from halfbyte.kernels.decode.mma import decode_few_rows
 from halfbyte.kernels.decode.wgmma import decode_many_rows
 from halfbyte.kv_buffer import DecodeCall
-from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.plans.decode_spec import DecodePlan
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
