@@ -25,7 +25,7 @@ from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, weight_format
 from halfbyte.packing import pack_codes
-from halfbyte.reference.dequantize import decode, dynamic_map, over_elements, plain_scales, values_of
+from halfbyte.reference.dequantize import dynamic_map, over_elements, plain_scales, values_of
 from halfbyte.tensors import QuantTensor
 from halfbyte.transforms import refuse_transforms
 
@@ -34,8 +34,8 @@ F16_MAX = 65504.0
 #: Fractions of the range that the clip search of a weight tries besides 1. Above 1, the range exceeds the largest value, and the
 #: others may lie closer to their codes. 1/2 and 2 are the neighboring exponents of MX.
 RATIOS = (*(i / 20 for i in range(10, 31) if i != 20), 2.0)
-#: Most elements of a weight that are searched at once; temporary memory is a few times that.
-SEARCHED = 1 << 22
+#: Most elements of a weight that are searched at once; temporary memory is a few times that, and on a CPU stays in cache.
+SEARCHED, SEARCHED_ON_CPU = 1 << 22, 1 << 18
 
 
 def quantize(
@@ -161,17 +161,35 @@ def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = N
 
     `ratio`: the fraction of a weight's range that codes cover, one number or one per scale; None: all of it.
     """
+    if x.numel():
+        return _scales_of(_extent(x, fmt), fmt, ratio)
+    scales = torch.full(fmt.scale_shape(tuple(x.shape)), MIN_SCALE, dtype=_stored_type(fmt), device=x.device)
+    return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
+
+
+def _stored_type(fmt: Format) -> torch.dtype:
+    return torch.float16 if fmt.scale is not None and fmt.scale.dtype == "f16" else torch.float32
+
+
+def _extent(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest number of each block, without offsets 0 and the largest magnitude; in the shape of the scales."""
     blocks, axes = in_blocks(x, fmt)
-    stored = torch.float16 if fmt.scale is not None and fmt.scale.dtype == "f16" else torch.float32
-    if x.numel() == 0:
-        scales = torch.full(fmt.scale_shape(tuple(x.shape)), MIN_SCALE, dtype=stored, device=x.device)
-        return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
-    reach = torch.full((), fmt.code.reach, device=x.device)  # a GPU would multiply by the reciprocal of a Python number
     keep = fmt.granularity == "out_channel"
     if fmt.offset == "none":
+        high = blocks.abs().amax(axes, keepdim=keep)
+        return torch.zeros_like(high), high
+    return blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
+
+
+def _scales_of(
+    extent: tuple[torch.Tensor, torch.Tensor], fmt: Format, ratio: float | torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`measure` of blocks of this extent."""
+    (low, high), stored = extent, _stored_type(fmt)
+    reach = torch.full((), fmt.code.reach, device=high.device)  # a GPU would multiply by the reciprocal of a Python number
+    if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
-        return (_clipped(blocks.abs().amax(axes, keepdim=keep), ratio) / reach).clamp_min(floor).to(stored), None
-    low, high = blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
+        return (_clipped(high, ratio) / reach).clamp_min(floor).to(stored), None
     if fmt.offset == "float":
         span = high - low
         if fmt.clip != 1:
@@ -246,16 +264,23 @@ def _measure_stored(
     x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None, top: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`measure`, also for MXFP4 and NVFP4, whose scales are bytes."""
-    assert fmt.scale is not None
-    if fmt.scale.dtype == "e8m0":
-        return _mx_scales(x, fmt, ratio), None
-    return measure(x, fmt, ratio) if top is None else (_nvfp4_scales(x, fmt, ratio, top), None)
+    if fmt.scale is not None and fmt.scale.dtype in ("e8m0", "e4m3"):
+        return _stored_scales(_extent(x, fmt), fmt, ratio, top)
+    return measure(x, fmt, ratio)
 
 
-def _mx_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None) -> torch.Tensor:
+def _stored_scales(
+    extent: tuple[torch.Tensor, torch.Tensor], fmt: Format, ratio: float | torch.Tensor | None, top: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`_measure_stored` of blocks of this extent."""
+    if fmt.scale is not None and fmt.scale.dtype == "e8m0":
+        return _mx_scales(_clipped(extent[1], ratio)), None
+    return _scales_of(extent, fmt, ratio) if top is None else (_nvfp4_scales(_clipped(extent[1], ratio), fmt, top), None)
+
+
+def _mx_scales(amax: torch.Tensor) -> torch.Tensor:
     """MX: the shared scale is 2^(exponent of the block's largest magnitude - 2); 2 is the largest exponent of E2M1."""
-    blocks, axes = in_blocks(x, fmt)
-    exponent = _clipped(blocks.abs().amax(axes), ratio).view(torch.int32) >> 23  # the biased exponent field, never a logarithm
+    exponent = amax.view(torch.int32) >> 23  # the biased exponent field, never a logarithm
     return (exponent - 2).clamp(0, 254).to(torch.uint8)
 
 
@@ -269,13 +294,11 @@ def _tensor_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return torch.where(top > 0, g, torch.ones_like(top)).unsqueeze(-1).expand(len(top), math.prod(shape[1:])).reshape(shape)
 
 
-def _nvfp4_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
+def _nvfp4_scales(amax: torch.Tensor, fmt: Format, g: torch.Tensor) -> torch.Tensor:
     """NVFP4: per block of 16 an E4M3 scale amax / (6 * g), as bytes."""
-    blocks, axes = in_blocks(x, fmt)
-    amax = _clipped(blocks.abs().amax(axes), ratio)
-    wanted = (amax / (fmt.code.reach * g).unsqueeze(-1)).clamp_max(E4M3.reach)
-    wanted = torch.where(amax > 0, wanted.clamp_min(2.0**-9), torch.ones_like(wanted))  # 2^-9: the smallest E4M3 above zero
-    return wanted.to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = (amax / (fmt.code.reach * g).unsqueeze(-1)).clamp_max(E4M3.reach)
+    scales = torch.where(amax > 0, scales.clamp_min(2.0**-9), torch.ones_like(scales))  # 2^-9: the smallest E4M3 above zero
+    return scales.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
@@ -303,27 +326,53 @@ def _clipped(end: torch.Tensor, ratio: float | torch.Tensor | None) -> torch.Ten
 
 def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
     """For each scale of a weight, the ratio with the least squared error, in the shape of the scales; 1 wins ties."""
-    shape, rows = fmt.scale_shape(tuple(x.shape)), max(1, SEARCHED // max(1, x.shape[-1]))
-    flat = x.flatten(0, -2)
+    rows = max(1, (SEARCHED_ON_CPU if x.is_cpu else SEARCHED) // max(1, x.shape[-1]))
     tops = [top] if top is None or top.numel() == 1 else top.flatten().split(rows)
-    found = [_search(piece, fmt, tops[i % len(tops)]) for i, piece in enumerate(flat.split(rows))]
-    return torch.cat(found).view(shape)
+    pieces = x.flatten(0, -2).split(rows)
+    return torch.cat([_search(piece, fmt, tops[i % len(tops)]) for i, piece in enumerate(pieces)]).view(
+        fmt.scale_shape(tuple(x.shape))
+    )
 
 
 def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
+    if fmt.code.values is not None and _sorted_table(fmt.code)[2]:
+        x = x.abs()  # as exact as x itself, and half the table
+    extent = _extent(x, fmt) if x.numel() else (x.new_zeros(fmt.scale_shape(tuple(x.shape))),) * 2
+    blocks, _ = in_blocks(x, fmt)
+    scratch = torch.empty(3, *blocks.shape, device=x.device)
     best = torch.ones(fmt.scale_shape(tuple(x.shape)), device=x.device)
-    least = _squared_error(x, fmt, None, top)
+    least = _squared_error(blocks, *_stored_scales(extent, fmt, None, top), fmt, top, scratch)
     for ratio in RATIOS:
-        error = _squared_error(x, fmt, ratio, top)
+        error = _squared_error(blocks, *_stored_scales(extent, fmt, ratio, top), fmt, top, scratch)
         best = best.masked_fill(error < least, ratio)  # false for NaN, the error of a scale beyond fp16
         least = least.fmin(error)
     return best
 
 
-def _squared_error(x: torch.Tensor, fmt: Format, ratio: float | None, top: torch.Tensor | None) -> torch.Tensor:
-    """The squared error of each block, in the shape of the scales, before the scales are nested."""
-    stored, offsets = _measure_stored(x, fmt, ratio, top)
-    scales = plain_scales(stored, fmt, top)
-    values = decode(encode(x, scales, offsets, fmt), scales, offsets, fmt, tuple(x.shape))
-    blocks, axes = in_blocks((values - x).square(), fmt)
-    return blocks.sum(axes).reshape(stored.shape)
+def _squared_error(
+    blocks: torch.Tensor,
+    stored: torch.Tensor,
+    offsets: torch.Tensor | None,
+    fmt: Format,
+    top: torch.Tensor | None,
+    scratch: torch.Tensor,
+) -> torch.Tensor:
+    """The squared error of each block, in the shape of the scales, before the scales are nested; scratch [3, *blocks.shape]."""
+    column = (*blocks.shape[:-1], 1)
+    scale = plain_scales(stored, fmt, top).view(column)
+    unit = torch.div(blocks, scale, out=scratch[0])
+    unit = _to_grid(unit, None if offsets is None else offsets.float().view(column), fmt.code, scratch)
+    return unit.mul_(scale).sub_(blocks).square_().sum(-1).view(stored.shape)
+
+
+def _to_grid(unit: torch.Tensor, zero: torch.Tensor | None, code: Code, scratch: torch.Tensor) -> torch.Tensor:
+    """`unit`, which is scratch[0], rounded to the values of codes: as `encode_unit` and `decode_unit`, without packing them."""
+    if code.kind == "affine":
+        unit.round_()
+        return unit.clamp_(code.lo, code.hi) if zero is None else unit.add_(zero).clamp_(code.lo, code.hi).sub_(zero)
+    order, bounds, _ = _sorted_table(code)
+    values = [code.values[i] for i in order] if code.values else []
+    above, value = scratch[1], scratch[2].fill_(values[0])
+    for bound, low, high in zip(bounds, values, values[1:], strict=False):
+        value.add_(torch.gt(unit, bound, out=above), alpha=high - low)
+    return value
