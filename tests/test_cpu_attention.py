@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from accuracy import attention_errors
 from allocated import Allocated
+from halfbyte.cache import KVCache
+from halfbyte.cpu import attention_codes, threads
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
@@ -25,6 +27,15 @@ HEADS = [(1, 1), (8, 1), (8, 8), (32, 8), (6, 2), (7, 1)]
 VALUE_FORMATS = [name for name, f in KV_FORMATS.items() if not f.token_block]
 QUANTIZED = [name for name in VALUE_FORMATS if KV_FORMATS[name].is_quantized]
 _TOKEN_AXIS = {"token": 1, "head": 2, "group": 2}
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the loops of `compiled` do not apply, both are torch's operators."""
+    if request.param == "torch":
+        monkeypatch.setattr(attention_codes, "compiler_works", lambda: False)
+    else:
+        pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
 
 
 @dataclass
@@ -424,3 +435,23 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
 def test_awkward_shapes(drawn: tuple[Case, int]) -> None:
     built, block = drawn
     built.check(block)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_tensor", "int8_token", "int8_g32", "int4", "int4_g64"])
+def test_loops_read_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits on any number of threads, and for a sequence alone and among others."""
+    read = mock.Mock(wraps=attention_codes.Codes)
+    monkeypatch.setattr(cpu, "Codes", read)
+    cache = KVCache(3, 2, 64, 96, keys=name, values=name)
+    cache.append(torch.randn(3, 2, 80, 64).bfloat16(), torch.randn(3, 2, 80, 64).bfloat16())
+    q = torch.randn(3, 8, 1, 64).bfloat16()
+    call = DecodeCall(q, cache.keys, cache.values, cache.lengths, None, None, AttentionOptions(0.125))
+    out, lse = cpu.decode_attention(call)
+    assert read.called == attention_codes.compiler_works()
+    monkeypatch.setattr(threads, "STEPS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # as `over_rows` reads it
+    assert all(torch.equal(a, b) for a, b in zip(cpu.decode_attention(call), (out, lse), strict=True))
+    keys, values = (buffer.select(torch.tensor([1])) for buffer in (cache.keys, cache.values))
+    alone = DecodeCall(q[1:2], keys, values, cache.lengths[1:2], None, None, AttentionOptions(0.125))
+    if read.called:
+        assert all(torch.equal(a, b[1:2]) for a, b in zip(cpu.decode_attention(alone), (out, lse), strict=True))

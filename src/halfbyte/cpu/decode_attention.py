@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from halfbyte.cpu.attention_codes import Codes, reads_codes
 from halfbyte.cpu.codes import unpack_into
 from halfbyte.device import SPINNING
 from halfbyte.formats import Format
@@ -68,6 +69,7 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
     oldest, limit = oldest_visible(query_start, options), options.limit(lengths)
     oldest = oldest if len(oldest) == len(limit) else oldest.amin(0, keepdim=True)
+    shared = span.padded or len(rows) != len(lengths)
     scratch = rows.new_empty(len(lengths) * rows.shape[1] * span.step * max(keys.dim, values.dim))
 
     peak = rows.new_full((*rows.shape[:3], 1), -torch.inf)  # [B, H, R, 1]
@@ -79,11 +81,14 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.arange(lo, lo + size, device=q.device).view(1, 1, 1, -1)
         masked = not span.all_visible(lo, lo + size)
 
-        block, scale = _load(keys, page_table, lo, hi, scratch)
-        scale = _put_tail(keys, block, scale, lengths, lo)
-        scores = _product(rows, _filled(block, size).mT)  # [B, H, R, n]
-        if scale is not None:
-            scores.mul_(_filled_scale(scale, size).mT)
+        if reads_codes(rows, keys, shared=shared):
+            scores = _codes(keys, page_table, lo, hi).scores(rows)  # [B, H, R, n]
+        else:
+            block, scale = _load(keys, page_table, lo, hi, scratch)
+            scale = _put_tail(keys, block, scale, lengths, lo)
+            scores = _product(rows, _filled(block, size).mT)
+            if scale is not None:
+                scores.mul_(_filled_scale(scale, size).mT)
         per_query = scores.view(q.shape[0], -1, queries, size)  # the same memory, [B, Hq, L, n]
         _adjust(per_query, positions, tokens, options)
         if masked:
@@ -95,6 +100,9 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
         keep = peak.sub_(shift).exp_()
         peak = rise
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
+        if reads_codes(rows, values, shared=shared):
+            out = out.mul_(keep).add_(_codes(values, page_table, lo, hi).weighted_sum(p))
+            continue
         stored = stored_tokens(tokens[..., : hi - lo].mT, limit, oldest) if masked else None
         block, scale = _load(values, page_table, lo, hi, scratch, stored)
         scale = _put_tail(values, block, scale, lengths, lo, stored)
@@ -102,6 +110,14 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
             p.mul_(_filled_scale(scale, size).mT)
         out = out.mul_(keep).add_(_product(p, _filled(block, size)))
     return _finish(q, out, peak, total, options)
+
+
+def _codes(buffer: KVBuffer, page_table: torch.Tensor | None, lo: int, hi: int) -> Codes:
+    """Tokens [lo, hi) of a buffer for the compiled loops."""
+    codes, scales, offsets = (None if t is None else _rows(t, page_table, lo, hi) for t in buffer.tensors()[:3])
+    assert codes is not None and scales is not None
+    spread = (None if t is None else _spread(t, buffer.format, None) for t in (scales, offsets))
+    return Codes(buffer, codes, *spread)  # type: ignore[arg-type]
 
 
 def _product(rows: torch.Tensor, block: torch.Tensor) -> torch.Tensor:

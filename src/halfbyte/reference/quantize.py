@@ -172,7 +172,7 @@ def _stored_type(fmt: Format) -> torch.dtype:
 
 
 def _extent(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest number of each block, without offsets 0 and the largest magnitude; in the shape of the scales."""
+    """The smallest and the largest number of each block, in the shape of the scales; without offsets: 0, the largest magnitude."""
     blocks, axes = in_blocks(x, fmt)
     keep = fmt.granularity == "out_channel"
     if fmt.offset == "none":

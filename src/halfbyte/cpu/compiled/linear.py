@@ -28,7 +28,7 @@ LANES = 16
 
 Array = np.ndarray[Any, Any]
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
-_FLOATS, _INTS, _BYTES = (ir.VectorType(number, LANES) for number in (_FLOAT, _INT, _BYTE))
+FLOATS, _INTS, _BYTES = (ir.VectorType(number, LANES) for number in (_FLOAT, _INT, _BYTE))
 
 
 def _cpu_has(feature: str) -> bool:
@@ -36,19 +36,19 @@ def _cpu_has(feature: str) -> bool:
     return f"+{feature}" in features.split(",")
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
     """Call an LLVM intrinsic."""
     signature = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
-def _load(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, vector: ir.Type) -> ir.Value:
+def load(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, vector: ir.Type) -> ir.Value:
     """A vector from any address."""
     address = builder.bitcast(builder.gep(pointer, [offset]), vector.as_pointer())
     return builder.load(address, align=1)
 
 
-def _spread(builder: ir.IRBuilder, short: ir.Value, places: list[int]) -> ir.Value:
+def spread(builder: ir.IRBuilder, short: ir.Value, places: list[int]) -> ir.Value:
     """The elements of a short vector that `places` name."""
     return builder.shuffle_vector(short, short, ir.Constant(ir.VectorType(_INT, LANES), places))
 
@@ -56,10 +56,10 @@ def _spread(builder: ir.IRBuilder, short: ir.Value, places: list[int]) -> ir.Val
 def _lookup(builder: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
     """table[index], both vectors of 16; only the lowest 4 bits of an index count."""
     if _cpu_has("avx512f"):
-        return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
+        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, index)
     if _cpu_has("avx2"):
         return _lookup_avx2(builder, table, index)
-    result = ir.Constant(_FLOATS, ir.Undefined)
+    result = ir.Constant(FLOATS, ir.Undefined)
     index = builder.and_(index, ir.Constant(_INTS, [15] * LANES))
     for lane in (ir.Constant(_INT, i) for i in range(LANES)):
         result = builder.insert_element(result, builder.extract_element(table, builder.extract_element(index, lane)), lane)
@@ -75,24 +75,28 @@ def _lookup_avx2(builder: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.
     results = []
     for lanes in (0, 8):
         places = part(index, lanes, 8)
-        low, high = (_call(builder, "llvm.x86.avx2.permps", part(table, 0, 8).type, part(table, at, 8), places) for at in (0, 8))
+        low, high = (call(builder, "llvm.x86.avx2.permps", part(table, 0, 8).type, part(table, at, 8), places) for at in (0, 8))
         bit = builder.and_(places, ir.Constant(places.type, [8] * 8))
         results.append(builder.select(builder.icmp_unsigned("==", bit, ir.Constant(places.type, [0] * 8)), low, high))
     return builder.shuffle_vector(*results, ir.Constant(ir.VectorType(_INT, LANES), [*range(LANES)]))
 
 
-class _Weight:
-    """Emits code that reads rows of a weight. Arrays as in `products`; an array that is None has no code."""
+class Rows:
+    """Emits code that reads rows of codes: of a weight, or keys or values. Arrays as in `products`; one that is None has no code.
+
+    `zeros` may be offsets instead, fp32 [N, G], which are added after the scale.
+    """
 
     def __init__(self, context: Any, builder: ir.IRBuilder, kinds: tuple[Any, ...], values: tuple[ir.Value, ...]) -> None:
         self.builder = builder
         self.codes, self.table, self.scales, self.scale_table, self.zeros = (
-            _array(context, builder, kind, value) for kind, value in zip(kinds, values, strict=True)
+            array_of(context, builder, kind, value) for kind, value in zip(kinds, values, strict=True)
         )
+        self.adds = self.zeros is not None and kinds[4].dtype == types.float32
         self.bytes = cgutils.unpack_tuple(builder, self.codes.shape)[1]
         self.groups = cgutils.unpack_tuple(builder, self.scales.shape)[1]
         self.step = 2 * LANES if self.table is None else LANES  # bytes of two vectors
-        self.numbers = None if self.table is None else _load(builder, self.table.data, self.integer(0), _FLOATS)
+        self.numbers = None if self.table is None else load(builder, self.table.data, self.integer(0), FLOATS)
 
     def integer(self, value: int) -> ir.Constant:
         return ir.Constant(ir.IntType(64), value)
@@ -119,21 +123,24 @@ class _Weight:
         """(code - zero point) * scale of the codes at byte `at`, whose groups are `group` + `places`."""
         builder, count = self.builder, max(places) + 1
         offset = builder.add(builder.mul(row, self.groups), group)
-        scale = _spread(builder, self._scales(offset, count), places)
+        scale = spread(builder, self._scales(offset, count), places)
         values = self._units(builder.add(builder.mul(row, self.bytes), at))
-        if self.zeros is not None:
-            stored = _load(builder, self.zeros.data, offset, ir.VectorType(_BYTE, count))
-            zero = _spread(builder, builder.uitofp(stored, ir.VectorType(_FLOAT, count)), places)
-            values = [builder.fsub(value, zero) for value in values]
-        return [builder.fmul(value, scale) for value in values]
+        if self.zeros is None:
+            return [builder.fmul(value, scale) for value in values]
+        kind = _FLOAT if self.adds else _BYTE
+        stored = load(builder, self.zeros.data, offset, ir.VectorType(kind, count))
+        zero = spread(builder, stored if self.adds else builder.uitofp(stored, ir.VectorType(_FLOAT, count)), places)
+        if self.adds:
+            return [builder.fadd(builder.fmul(value, scale), zero) for value in values]
+        return [builder.fmul(builder.fsub(value, zero), scale) for value in values]
 
     def _units(self, offset: ir.Value) -> list[ir.Value]:
         """The values of codes, unscaled."""
         builder = self.builder
         if self.numbers is None:
-            parts = (_load(builder, self.codes.data, builder.add(offset, self.integer(i)), _BYTES) for i in (0, LANES))
-            return [builder.sitofp(builder.sext(part, _INTS), _FLOATS) for part in parts]
-        low = builder.zext(_load(builder, self.codes.data, offset, _BYTES), _INTS)
+            parts = (load(builder, self.codes.data, builder.add(offset, self.integer(i)), _BYTES) for i in (0, LANES))
+            return [builder.sitofp(builder.sext(part, _INTS), FLOATS) for part in parts]
+        low = builder.zext(load(builder, self.codes.data, offset, _BYTES), _INTS)
         high = builder.lshr(low, ir.Constant(_INTS, [4] * LANES))
         return [_lookup(builder, self.numbers, index) for index in (low, high)]
 
@@ -141,7 +148,7 @@ class _Weight:
         """`count` scales from the one at `offset` on, a vector."""
         builder, vector = self.builder, ir.VectorType(_FLOAT, count)
         if self.scale_table is None:
-            return _load(builder, self.scales.data, offset, vector)
+            return load(builder, self.scales.data, offset, vector)
         result = ir.Constant(vector, ir.Undefined)
         for i in range(count):
             stored = builder.load(builder.gep(self.scales.data, [builder.add(offset, self.integer(i))]))
@@ -150,12 +157,13 @@ class _Weight:
         return result
 
 
-def _array(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> Any:
+def array_of(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> Any:
+    """An argument's array, None for None."""
     return None if isinstance(kind, types.NoneType) else context.make_array(kind)(context, builder, value)
 
 
 @intrinsic(prefer_literal=True)
-def _row_dots(
+def row_dots(
     typing_context: Any,
     codes: Any,
     table: Any,
@@ -171,11 +179,11 @@ def _row_dots(
     """y[row, first + m] = x[first + m] . (row of the weight) for m < `count`, a constant."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
-        weight = _Weight(context, builder, signature.args[:5], args[:5])
-        own, out = (_array(context, builder, signature.args[i], args[i]) for i in (6, 7))
+        weight = Rows(context, builder, signature.args[:5], args[:5])
+        own, out = (array_of(context, builder, signature.args[i], args[i]) for i in (6, 7))
         stride, width = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (own, out))
-        zero, second = ir.Constant(_FLOATS, [0.0] * LANES), weight.second(stride)
-        sums = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(2)] for _ in range(count.literal_value)]
+        zero, second = ir.Constant(FLOATS, [0.0] * LANES), weight.second(stride)
+        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(2)] for _ in range(count.literal_value)]
         for place in itertools.chain(*sums):
             builder.store(zero, place)
         columns = [builder.mul(builder.add(args[8], weight.integer(m)), stride) for m in range(len(sums))]
@@ -184,8 +192,8 @@ def _row_dots(
             for column, pair in zip(columns, sums, strict=True):
                 offset = builder.add(column, at)
                 for value, place in zip(values, pair, strict=True):
-                    part = _load(builder, own.data, offset, _FLOATS)
-                    builder.store(_call(builder, f"llvm.fma.v{LANES}f32", _FLOATS, value, part, builder.load(place)), place)
+                    part = load(builder, own.data, offset, FLOATS)
+                    builder.store(call(builder, f"llvm.fma.v{LANES}f32", FLOATS, value, part, builder.load(place)), place)
                     offset = builder.add(offset, second)
 
         weight.visit(args[5], multiply)
@@ -203,8 +211,8 @@ def _decode_row(typing_context: Any, codes: Any, table: Any, scales: Any, scale_
     """out[row] = row of the weight."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
-        weight = _Weight(context, builder, signature.args[:5], args[:5])
-        decoded = _array(context, builder, signature.args[6], args[6])
+        weight = Rows(context, builder, signature.args[:5], args[:5])
+        decoded = array_of(context, builder, signature.args[6], args[6])
         width = cgutils.unpack_tuple(builder, decoded.shape)[1]
         start, second = builder.mul(args[5], width), weight.second(width)
 
@@ -262,13 +270,13 @@ def products(
     for n in range(first, last):
         m = 0
         while m + 4 <= x.shape[0]:
-            _row_dots(codes, table, scales, scale_table, zeros, n, x, y, m, 4)
+            row_dots(codes, table, scales, scale_table, zeros, n, x, y, m, 4)
             m += 4
         if m + 2 <= x.shape[0]:
-            _row_dots(codes, table, scales, scale_table, zeros, n, x, y, m, 2)
+            row_dots(codes, table, scales, scale_table, zeros, n, x, y, m, 2)
             m += 2
         if m < x.shape[0]:
-            _row_dots(codes, table, scales, scale_table, zeros, n, x, y, m, 1)
+            row_dots(codes, table, scales, scale_table, zeros, n, x, y, m, 1)
 
 
 @loop
