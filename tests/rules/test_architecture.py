@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,19 @@ def unit(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def tree(path: Path) -> ast.Module:
+    """A file, parsed once for all rules."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[str, bool], ...]:
     """(dotted name, whether it runs when the module is imported) of every import in a file, `TYPE_CHECKING` blocks left out."""
 
     def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
                 continue
             if isinstance(child, ast.Import):
                 yield from ((alias.name, top) for alias in child.names)
@@ -70,7 +78,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                 yield from ((f"{child.module}.{alias.name}", top) for alias in child.names)
             yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
-    return walk(ast.parse(path.read_text()), True)
+    return tuple(walk(tree(path), True))
 
 
 def inner(path: Path) -> Iterator[str]:
@@ -173,20 +181,19 @@ def test_the_version_is_said_twice_alike() -> None:
 def test_files_are_short_and_documented(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400
-    tree = ast.parse(text)
-    assert not text.strip() or ast.get_docstring(tree), f"{path}: no docstring"
+    assert not text.strip() or ast.get_docstring(tree(path)), f"{path}: no docstring"
     missing = [
         node.name
-        for node in tree.body
+        for node in tree(path).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
     ]
     assert not missing, f"{path}: without a docstring: {missing}"
 
 
-def kernels_of(tree: ast.Module) -> set[str]:
+def kernels_of(path: Path) -> set[str]:
     """The functions of a file that Triton compiles, whose arguments are a kernel's own: decorated with jit, or given to it."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef) and any(re.search(r"\bjit\b", ast.unparse(d)) for d in node.decorator_list):
             found.add(node.name)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".jit"):
@@ -197,11 +204,10 @@ def kernels_of(tree: ast.Module) -> set[str]:
 def test_no_signature_is_long() -> None:
     long = set()
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 a = node.args
-                if len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs) > 20 and node.name not in kernels_of(tree):
+                if len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs) > 20 and node.name not in kernels_of(path):
                     long.add((path.relative_to(SOURCE).as_posix(), node.name))
     assert not long
 
@@ -263,7 +269,7 @@ def test_only_registries_name_formats() -> None:
     for path in FILES:
         if unit(path) not in ("reference", "cpu", "ops", "kernels", "tensors", "packing", "paging"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Compare):
                 literals = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
                 assert not names & set(literals), f"{path}:{node.lineno} compares with a format's name"

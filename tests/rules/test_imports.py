@@ -24,20 +24,21 @@ MODULES = {dotted(path): path for path in FILES}
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    """The file, parsed, without what only type checkers read."""
-
-    class Runtime(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-            self.generic_visit(node)
-            return node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else node
-
-    return Runtime().visit(ast.parse(path.read_text()))  # type: ignore[no-any-return]
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax tree, without what only type checkers read."""
+    found: list[ast.AST] = []
+    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        typing = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        stack += node.orelse if typing else ast.iter_child_nodes(node)  # type: ignore[attr-defined]
+    return tuple(found)
 
 
 def imported(path: Path) -> Iterator[str]:
     """The modules of halfbyte that a file imports, at the top or inside functions."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,7 +78,7 @@ def private(name: str) -> bool:
 
 def made(path: Path) -> Iterator[str]:
     """The private names that a file gives to functions, classes, variables and attributes of its own objects."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -98,7 +99,7 @@ def owner(module: str) -> str:
 def crossed(path: Path, makers: dict[str, set[str]]) -> Iterator[str]:
     """The private names of other packages that a file imports, or reads from objects."""
     here = package(path)
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("halfbyte"):
             for alias in node.names:
                 parts = f"{node.module}.{alias.name}".split(".")
