@@ -52,6 +52,12 @@ def test_a_checkpoint_kind_takes_three_files() -> None:
     assert known - {str(Path(__file__).relative_to(ROOT))} == set(named)
 
 
+def test_a_family_takes_one_file() -> None:
+    """It is found by structure; what the section names is there."""
+    assert len(steps("Add a model family")) == 1
+    assert all((ROOT / name).exists() for name in re.findall(r"`((?:src|tests|results)/[\w./]+)`", SECTIONS["Add a model family"]))
+
+
 def test_a_kernel_takes_at_most_six_files() -> None:
     """Nothing but the example's files imports the kernel or its plan."""
     named = steps("Add a kernel")
