@@ -88,8 +88,12 @@ def weights_outcome(family: str) -> str | None:
             reasons.append(reason)
             continue
         expand(packed, plain)
-        with torch.no_grad():
-            logits, wanted = (m(ids, use_cache=False).logits for m in (packed, plain))
+        try:
+            with torch.no_grad():
+                logits, wanted = (m(ids, use_cache=False).logits for m in (packed, plain))
+        except HalfbyteError as error:  # a model that computes with a weight as a tensor
+            reasons.append(str(error))
+            continue
         assert (logits - wanted).abs().max() < CLOSE["weights"] * wanted.std(), fmt
     return reasons[0] if len(reasons) == len(WEIGHTS) else None
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers as tf
+from mixtures import expand
 from tiny_models import LLAMA, SIZES
 
 import halfbyte.hf as hf
@@ -45,11 +48,17 @@ def test_gemma_without_its_images_is_not_refused():
     assert hf.PackedCache(tf.Gemma3TextConfig(), 64).capacity == 64
 
 
-def test_a_model_that_changes_its_weights_itself_is_refused():
-    model = tf.AutoModelForCausalLM.from_config(tf.RwkvConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2))
-    with pytest.raises(Unsupported, match="weights of rwkv"):
-        hf.quantize(model, "int8_col")
-    assert not any(isinstance(m, QuantLinear) for m in model.modules())
+def test_a_model_that_changes_its_weights_itself_says_which_to_leave():
+    """RWKV divides some in place. In 16 bits they are what transformers computes with."""
+    plain = tf.AutoModelForCausalLM.from_config(tf.RwkvConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2)).eval()
+    ids = torch.ones(1, 5, dtype=torch.long)
+    with pytest.raises(Unsupported, match=r"computes with it as a tensor .* \(skip_modules\)"):
+        hf.quantize(copy.deepcopy(plain), "int8_col")(ids)
+    packed = hf.quantize(copy.deepcopy(plain), "int8_col", skip_modules=("output", "value"))
+    assert any(isinstance(m, QuantLinear) for m in packed.modules())
+    with torch.no_grad():
+        wanted = expand(packed, plain)(ids).logits
+        assert (packed(ids).logits - wanted).abs().max() < 1e-4 * wanted.std()
 
 
 def test_refused_model_is_unchanged():

@@ -62,9 +62,6 @@ TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
 #: Hybrid families whose forward of several tokens forgets the states, or the number, of the tokens that the cache holds.
 WHOLE_PROMPTS = frozenset({"bamba", "jamba", "zamba"})
 
-#: model_type -> why its weights cannot be quantized.
-WEIGHTS_REFUSED = {"rwkv": "it divides the weights of its layers in place before it uses them"}
-
 #: Names of cross-attention in a block.
 _CROSS = re.compile("cross|encoder_attn")
 
@@ -161,13 +158,6 @@ def check_continues(model: Any) -> None:
             f"{name} reads a text at once or token by token: transformers {transformers.__version__} computes a chunk of it as if "
             f"nothing came before; use generate()"
         )
-
-
-def check_weights_support(model: Any) -> None:
-    """Raise `Unsupported`, with the reason, for a model that computes with its weights as tensors."""
-    name = str(getattr(text_config(model), "model_type", ""))
-    if name in WEIGHTS_REFUSED:
-        raise Unsupported(f"the weights of {name} cannot be quantized: {WEIGHTS_REFUSED[name]}")
 
 
 def rotations_by_length(model: nn.Module) -> list[nn.Module]:

@@ -38,7 +38,7 @@ from halfbyte.hf.mixtures import (
     stack_shape,
     use_experts,
 )
-from halfbyte.hf.model_support import blocks, check_weights_support, encoder_blocks
+from halfbyte.hf.model_support import blocks, encoder_blocks
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.ops.all_reduce import AllReduce, of_all
 
@@ -116,7 +116,6 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
 
     A mixture stays as a whole: its projections are computed by one function.
     """
-    check_weights_support(model)
     within = blocks(model)
     if not within:
         raise Unsupported(
