@@ -23,6 +23,7 @@ from halfbyte.hf.mixtures import register as register_experts
 from halfbyte.hf.model_support import REFUSED
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.quantize_model import quantize
+from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer  # its import registers it
 from halfbyte.hf.recorded_step import release
 
 __all__ = [

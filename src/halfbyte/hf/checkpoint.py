@@ -21,10 +21,8 @@ from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Uns
 from halfbyte.formats import weight_format
 from halfbyte.hf.external import DRAFTS, ExternalCheckpoint, from_state
 from halfbyte.hf.model_support import model_class, read_config
-from halfbyte.hf.quantization_config import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
 from halfbyte.hf.quantization_config import check_options
 from halfbyte.hf.quantize_model import quantize, reports_footprint
-from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
 from halfbyte.hf.weights import of_adapters, select
 from halfbyte.paths import new_folder
 from halfbyte.reference.quantize import check_clip

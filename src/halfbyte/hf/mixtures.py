@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from halfbyte.checkpoints.adapters import OWN as NAME
 from halfbyte.experts import QuantExperts, mlp
 from halfbyte.formats import Format, Shape
-from halfbyte.hf.attention import NAME
 from halfbyte.reference.experts import KINDS, Activation
 
 

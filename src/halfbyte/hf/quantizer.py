@@ -26,7 +26,6 @@ from halfbyte.checkpoints.adapters import NOTICE, OWN, STOP
 from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
-from halfbyte.hf.attention import NAME
 from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.mixtures import SortedExperts, use_experts
 from halfbyte.hf.quantization_config import HalfbyteConfig, check_options, keep_names, register_lora
@@ -244,9 +243,9 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_attn_implementation(self, config: Any) -> Any:
         """Raise for another attention than the one that reads the saved formats of the cache."""
         named = config._attn_implementation
-        if saved_settings(config) is not None and named not in (None, NAME):
+        if saved_settings(config) is not None and named not in (None, OWN):
             raise InvalidArgument(
-                f"attn_implementation={named!r}: this folder was saved with a packed cache, which only {NAME!r} reads; leave it "
+                f"attn_implementation={named!r}: this folder was saved with a packed cache, which only {OWN!r} reads; leave it "
                 f"out, or take halfbyte_cache out of config.json"
             )
         return config
