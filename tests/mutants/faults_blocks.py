@@ -156,13 +156,6 @@ BLOCK = [
         tests_of("interpreted/test_triton_append.py")("test_rope"),
     ),
     Mutant(
-        "a replayed append does not ask whether neighbors are rotated",
-        "ops/append.py",
-        "signature_of",
-        Rewrite("options += rope[2:]", "pass"),
-        tests_of("test_launch_cache.py")("test_every_fact_makes_another_call"),
-    ),
-    Mutant(
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
         "_Loop._steps",

@@ -51,8 +51,8 @@ def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[D
     missing = count * queries - length
     q = torch.nn.functional.pad(c.q, (0, 0, 0, missing)) if missing else c.q
     q = q.unflatten(2, (count, queries)).transpose(1, 2)  # [B, blocks, Hq, queries, D]
-    held = c.lengths.to(q.device, non_blocking=True)  # which may be in pinned memory of the host
-    first = held - length if c.query_start is None else c.query_start
+    on_device = c.lengths.to(q.device, non_blocking=True)  # which may be in pinned memory of the host
+    first = on_device - length if c.query_start is None else c.query_start
     query_start = first[:, None] + torch.arange(0, count * queries, queries, dtype=torch.int32, device=q.device)
     most = most_sequences(c.keys.heads, c.capacity)
     some = max(1, most // count)
@@ -62,7 +62,7 @@ def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[D
         if blocks.shape[1] * blocks.stride(1) >= 2**31:
             blocks = blocks.contiguous()
         n = len(query_start[b, those])
-        lengths, starts, ends = (None if t is None else t[here].repeat_interleave(n) for t in (held, o.starts, o.ends))
+        lengths, starts, ends = (None if t is None else t[here].repeat_interleave(n) for t in (on_device, o.starts, o.ends))
         keys, values = (_of_sequences(p, here, table is not None) for p in (c.keys, c.values))
         assert lengths is not None
         call = c._replace(
@@ -147,8 +147,8 @@ def from_blocks(result: torch.Tensor, places: Tensors, otherwise: float) -> torc
     places: of each token its block, its place in it, and whether it is padding.
     """
     block, place, padding = places
-    found = result[block.clamp_max(len(result) - 1), :, place]
-    return found.masked_fill_(padding.view(-1, *[1] * (found.ndim - 1)), otherwise)
+    rows = result[block.clamp_max(len(result) - 1), :, place]
+    return rows.masked_fill_(padding.view(-1, *[1] * (rows.ndim - 1)), otherwise)
 
 
 def put(into: torch.Tensor, blocks: torch.Tensor) -> None:

@@ -37,9 +37,9 @@ def sorted_pairs(ids: torch.Tensor, experts: int, table: torch.Tensor | None = N
 
     flat, columns = ids.reshape(-1), experts_sort.bins(experts)
     new = functools.partial(flat.new_empty, dtype=torch.int32)
-    found = SortedPairs(new(len(flat)), new(experts + 1), new(len(flat)))
-    experts_sort.launch(flat, new(-(-len(flat) // experts_sort.BLOCK), columns), *found, new(columns), table, block)
-    return found
+    pairs = SortedPairs(new(len(flat)), new(experts + 1), new(len(flat)))
+    experts_sort.launch(flat, new(-(-len(flat) // experts_sort.BLOCK), columns), *pairs, new(columns), table, block)
+    return pairs
 
 
 def run(call: ExpertsCall, rows: int, out: torch.Tensor) -> None:

@@ -56,8 +56,8 @@ def _suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOption
 def _takes_ragged(q: torch.Tensor, sequences: int) -> bool:
     """Whether FlashAttention supports so many ragged sequences."""
     cuda = torch.backends.cuda
-    allowed = cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() and 0 < sequences <= _MOST_SEQUENCES
-    return allowed and len(q) > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    is_there = cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() and 0 < sequences <= _MOST_SEQUENCES
+    return is_there and len(q) > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, most: int, o: AttentionOptions) -> Part:
@@ -81,15 +81,15 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> Part | None:
     """By the kernel that torch's scaled_dot_product_attention would take, if it is one of the two that give the log-sum-exp."""
-    grouped = q.shape[1] != k.shape[1]
-    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=sm_scale, enable_gqa=grouped)
+    gqa = q.shape[1] != k.shape[1]
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=sm_scale, enable_gqa=gqa)
     if choice == _CUDNN:
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=sm_scale)
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=sm_scale)
     elif choice == _FLASH:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=sm_scale)
+        results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=sm_scale)
     else:
         return None
-    return found[0], found[1].view(q.shape[:3])
+    return results[0], results[1].view(q.shape[:3])
 
 
 def _pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> Part | None:

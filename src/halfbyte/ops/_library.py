@@ -54,14 +54,14 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def level(op: str, impl: str, device: torch.device) -> str:
-    """The level that runs, chosen by the plan; warns once when a device has no kernel."""
-    preferred = default_impl()
-    if impl == "auto" and preferred in LEVELS[op]:
-        impl = preferred
-    chosen = plan(op, impl, device.type, interpreted())
-    if device.type != "cpu" and impl == "auto" and chosen.level not in GPU_LEVELS:
-        warn_once(chosen.why)
-    return chosen.level
+    """The level that runs, as planned; warns once when a device has no kernel."""
+    default = default_impl()
+    if impl == "auto" and default in LEVELS[op]:
+        impl = default
+    best = plan(op, impl, device.type, interpreted())
+    if device.type != "cpu" and impl == "auto" and best.level not in GPU_LEVELS:
+        warn_once(best.why)
+    return best.level
 
 
 def can_bypass_dispatcher(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

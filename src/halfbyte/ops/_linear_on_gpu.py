@@ -65,8 +65,8 @@ def plan_of(call: LinearCall, alternating: bool = False) -> LinearPlan | str:
         return "row_invariant: the tuned kernel cuts the work by the number of rows"
     if any(w.perm is not None for w in weights) and len(weights) > 1:
         return "weights of one launch that each store their columns in an order of their own"
-    stored = [t for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None]
-    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in stored):
+    tensors = [t for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None]
+    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors):
         return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
     problem = _problem_of(call)
     if alternating and len({w.format for w in weights}) == 1:
@@ -207,9 +207,9 @@ def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool
         partials = floats(device, tiles.floats(problem.features, problem.rows), compiled)
         semaphores = counters(device, tiles.count(problem.features, problem.rows), compiled)
     biases = [None if b is None else b.contiguous() for b in call.biases]
-    gathered = tiles.block_m <= GATHERED_ROWS
+    gathers = tiles.block_m <= GATHERED_ROWS
     dense = map(_dense_vectors, call.weights)
-    xs, weights = zip(*((call.x, w) if gathered else _in_stored_order(call.x, w) for w in dense), strict=True)
+    xs, weights = zip(*((call.x, w) if gathers else _in_stored_order(call.x, w) for w in dense), strict=True)
     launch(xs, weights, biases, outs, tiles, partials, semaphores)
 
 

@@ -36,8 +36,8 @@ def attend_chunks(attend: Callable[[DecodeCall, int], Results], call: DecodeCall
         own = _alone(call, b, length)
         for begin in range(first, last, most):
             chunk = slice(begin, min(begin + most, last))
-            found = attend(own._replace(q=call.q[:, :, chunk]), length - last + begin)
-            for whole, part in zip(results, found, strict=True):
+            parts = attend(own._replace(q=call.q[:, :, chunk]), length - last + begin)
+            for whole, part in zip(results, parts, strict=True):
                 whole[:, :, chunk] = part
     return results
 

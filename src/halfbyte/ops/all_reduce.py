@@ -25,9 +25,9 @@ class AllReduce:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.exchange, self._held, self.width = None, None, width
-        sent = 4 * width * (dist.get_world_size() - 1)  # bytes a row: each number with half of a count
-        if width % 2 == 0 and dtype in (torch.float16, torch.bfloat16) and 0 < sent <= MOST_SENT and _connected(device):
-            self.exchange, self._held = _exchange(width, MOST_SENT // sent, device)
+        row_bytes = 4 * width * (dist.get_world_size() - 1)  # bytes a row: each number with half of a count
+        if width % 2 == 0 and dtype in (torch.float16, torch.bfloat16) and 0 < row_bytes <= MOST_SENT and _connected(device):
+            self.exchange, self._held = _exchange(width, MOST_SENT // row_bytes, device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks by torch.distributed, which may overwrite x."""
@@ -37,10 +37,10 @@ class AllReduce:
 
     def exchange_of(self, x: torch.Tensor) -> Exchange | None:
         """What sums x [..., N] within a kernel; None where it has too many rows, another N, or is elsewhere."""
-        held = self.exchange
-        if held is None or x.shape[-1] != self.width or x.device != held.counts.device:
+        exchange = self.exchange
+        if exchange is None or x.shape[-1] != self.width or x.device != exchange.counts.device:
             return None
-        return held if x.numel() <= held.capacity * self.width else None
+        return exchange if x.numel() <= exchange.capacity * self.width else None
 
 
 def _connected(device: torch.device) -> bool:
@@ -64,24 +64,24 @@ def _exchange(width: int, capacity: int, device: torch.device) -> tuple[Exchange
     assert group is not None
     # Blocks wait for those of other ranks, so all of a launch must fit on the GPU at a time.
     capacity = min(capacity, torch.cuda.get_device_properties(device).multi_processor_count)
-    shape, dtype, inbox, shared = (2, ranks, capacity, width // 2), torch.int64, None, None
+    shape, dtype, inbox, memory = (2, ranks, capacity, width // 2), torch.int64, None, None
     with contextlib.suppress(RuntimeError):
         inbox = symmetric.empty(shape, dtype=dtype, device=device).zero_()
     if not all(of_all(inbox is not None, device)) or inbox is None:
         return None, None
     with contextlib.suppress(RuntimeError):
-        shared = symmetric.rendezvous(inbox, group)
+        memory = symmetric.rendezvous(inbox, group)
     torch.cuda.synchronize(device)
-    if not all(of_all(shared is not None, device)) or shared is None:  # all inboxes are zeros when all ranks are here
+    if not all(of_all(memory is not None, device)) or memory is None:  # all inboxes are zeros when all ranks are here
         return None, None
-    addresses = [shared.get_buffer(rank, shape, dtype).data_ptr() for rank in range(ranks)]
+    addresses = [memory.get_buffer(rank, shape, dtype).data_ptr() for rank in range(ranks)]
     counts = torch.zeros(capacity, dtype=torch.int32, device=device)
-    return Exchange(torch.tensor(addresses, device=device), counts, dist.get_rank(), capacity), (inbox, shared)
+    return Exchange(torch.tensor(addresses, device=device), counts, dist.get_rank(), capacity), (inbox, memory)
 
 
 def of_all(mine: _T, device: torch.device) -> list[_T]:
     """What each rank found: a collective."""
-    found: list[_T] = [mine] * dist.get_world_size()
+    answers: list[_T] = [mine] * dist.get_world_size()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        dist.all_gather_object(found, mine)
-    return found
+        dist.all_gather_object(answers, mine)
+    return answers

@@ -67,13 +67,13 @@ def attention_varlen(
     if out is not None:
         check_out(out, q, (*q.shape[:2], cache.values.dim))
     if prefill == "exact":
-        found, lse = _exact(call, k, v)
+        result, lse = _exact(call, k, v)
     else:
         check(prefill == "cache", f"prefill={prefill!r}; expected 'cache' or 'exact'")
         check(k is None and v is None, "k and v were given with prefill='cache', which reads what is stored; leave them out")
-        found, lse = _attend(call, out)
-    found = found if out is None else put_into(out, found)
-    return (found, lse) if return_lse else found
+        result, lse = _attend(call, out)
+    result = result if out is None else put_into(out, result)
+    return (result, lse) if return_lse else result
 
 
 def _attend(call: DecodeCall, into: torch.Tensor | None = None) -> Results:

@@ -47,8 +47,8 @@ def add_norm(
     for name, norm in norms.items():
         if norm is not None:
             check_norm(name, norm, x)
-    given = [x, residual, *(norm.weight for norm in norms.values() if norm is not None)]
-    launches = _launches("add_norm", impl, given, x.shape[-1])
+    tensors = [x, residual, *(norm.weight for norm in norms.values() if norm is not None)]
+    launches = _launches("add_norm", impl, tensors, x.shape[-1])
     exchange = all_reduce.exchange_of(x) if all_reduce is not None and launches else None
     if all_reduce is not None and exchange is None:
         x = all_reduce(x)
@@ -60,9 +60,9 @@ def add_norm(
         x = x.clone()  # it is read two numbers at a time
     x_rows, hidden = _rows(x).contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = None if before is None else torch.empty_like(hidden)
-    made = _rows(hidden), None if out is None else _rows(out)
+    rows, use_pdl = (_rows(hidden), None if out is None else _rows(out)), pairs_launches(x.device)
     with torch.cuda.device_of(x):
-        launch_add_norm(x_rows, _rows(residual).contiguous(), after, multiplier, before, *made, pairs_launches(x.device), exchange)
+        launch_add_norm(x_rows, _rows(residual).contiguous(), after, multiplier, before, *rows, use_pdl, exchange)
     return hidden, out
 
 
@@ -73,8 +73,8 @@ def norm_rows(xs: Sequence[torch.Tensor], norms: Sequence[Norm], *, impl: str = 
         check_tensor(f"xs[{i}]", x, x.shape, device=xs[0].device)
         check_norm(f"norms[{i}]", norm, x)
     alike = len({(x.dtype, norm.eps, norm.kind) for x, norm in zip(xs, norms, strict=True)}) == 1
-    given = [*xs, *(norm.weight for norm in norms)]
-    if not alike or not _launches("norm_rows", impl, given, max(x.shape[-1] for x in xs)):
+    tensors = [*xs, *(norm.weight for norm in norms)]
+    if not alike or not _launches("norm_rows", impl, tensors, max(x.shape[-1] for x in xs)):
         return [reference.rms_norm(x, norm) for x, norm in zip(xs, norms, strict=True)]
     from halfbyte.kernels.block.norm import launch_norm_rows
 
@@ -114,16 +114,16 @@ def check_norm(name: str, norm: Norm, x: torch.Tensor) -> None:
     check(norm.kind in KINDS, f"{name}.kind={norm.kind!r}; choose one of: {', '.join(KINDS)}")
 
 
-def _launches(op: str, impl: str, given: Sequence[torch.Tensor], width: int) -> bool:
+def _launches(op: str, impl: str, tensors: Sequence[torch.Tensor], width: int) -> bool:
     """Whether the kernel runs: for tensors of one 16-bit type without a gradient. Requested by name, it runs or raises."""
-    chosen, x = level(op, impl, given[0].device), given[0]
-    if chosen != "triton" or x.numel() == 0:
+    best, x = level(op, impl, tensors[0].device), tensors[0]
+    if best != "triton" or x.numel() == 0:
         return False
     reason = {
-        f"{op} has a kernel for tensors of float16 or of bfloat16": x.dtype not in _HALF or len({t.dtype for t in given}) > 1,
+        f"{op} has a kernel for tensors of float16 or of bfloat16": x.dtype not in _HALF or len({t.dtype for t in tensors}) > 1,
         f"rows of {width} are wider than the {WIDEST} that the kernel of {op} takes": width > WIDEST,
-        f"{op} has no gradient": torch.is_grad_enabled() and any(t.requires_grad for t in given),
+        f"{op} has no gradient": torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
     }
-    found = next((why for why, holds in reason.items() if holds), None)
-    check(found is None or impl == "auto", f"impl={impl!r}: {found}; use impl='auto'")
-    return found is None
+    refusal = next((why for why, holds in reason.items() if holds), None)
+    check(refusal is None or impl == "auto", f"impl={impl!r}: {refusal}; use impl='auto'")
+    return refusal is None

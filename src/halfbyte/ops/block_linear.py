@@ -74,11 +74,11 @@ def add_projection(
     if before is None:
         gpu.run_ending(call, plan, Ending(adds=True, multiplier=multiplier), [hidden], residual=residual)
         return hidden, None
-    made = Unscaled(hidden, torch.empty_like(hidden), x.new_empty(plan.tiles, _count(x), dtype=torch.float32), before)
+    rows = Unscaled(hidden, torch.empty_like(hidden), x.new_empty(plan.tiles, _count(x), dtype=torch.float32), before)
     ending = Ending(adds=True, multiplier=multiplier, norm=before.kind)
-    around = {"residual": residual, "weight": before.weight, "weighted": made.weighted, "own_squares": made.squares}
+    around = {"residual": residual, "weight": before.weight, "weighted": rows.weighted, "own_squares": rows.squares}
     gpu.run_ending(call, plan, ending, [hidden], **around)
-    return hidden, made
+    return hidden, rows
 
 
 def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:

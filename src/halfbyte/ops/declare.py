@@ -86,8 +86,8 @@ class Argument:
 
     def schema(self, alias: str) -> str:
         """`Tensor(a!)? name`."""
-        written = self.kind is torch.Tensor and self.marks & {Mark.WRITTEN, Mark.RESULT}
-        return f"{self.type.replace('Tensor', f'Tensor({alias}!)') if written else self.type} {self.name}"
+        is_written = self.kind is torch.Tensor and self.marks & {Mark.WRITTEN, Mark.RESULT}
+        return f"{self.type.replace('Tensor', f'Tensor({alias}!)') if is_written else self.type} {self.name}"
 
 
 class Op(Generic[CallT]):
@@ -96,11 +96,11 @@ class Op(Generic[CallT]):
     def __init__(self, name: str, call: type[CallT]) -> None:
         self.name, self._names = name, dict[str, Any]()
         self.arguments: list[Argument] = []
-        made = self._construct(call, "c", "", frozenset(), "")
+        construction = self._construct(call, "c", "", frozenset(), "")
         arguments, names = self.arguments, ", ".join(one.name for one in self.arguments)
         #: From a call to the op's arguments, and back.
         self.flat: Callable[[CallT], tuple[Any, ...]] = self._read(one.value for one in arguments)
-        self.call: Callable[..., CallT] = eval(f"lambda {names}: {made}", self._names)
+        self.call: Callable[..., CallT] = eval(f"lambda {names}: {construction}", self._names)
         self._defaults = {one.name: one.default for one in arguments}
         facts = [one for one in arguments if Mark.RESULT not in one.marks]
         self.tensors: Callable[[CallT], tuple[Any, ...]] = self._read(_tensors_of(one) for one in facts)
@@ -204,8 +204,8 @@ class Op(Generic[CallT]):
             return name + suffix
 
         if kind in _SCALARS:
-            encoded = f"{path}.name" if kind is Format else path
-            argument = add("", _SCALARS[kind] + mark, encoded)
+            encoding = f"{path}.name" if kind is Format else path
+            argument = add("", _SCALARS[kind] + mark, encoding)
             self._names["_kv_format"] = kv_format
             return f"_kv_format({argument})" if kind is Format else argument
         if kind is QuantTensor:
@@ -223,8 +223,8 @@ class Op(Generic[CallT]):
         if kind == list[torch.Tensor]:
             return add("", "Tensor[]", path)
         first = len(self.arguments)
-        made = self._construct(kind, path, f"{name}_", marks, path if optional else owner)
-        return f"None if {self.arguments[first].name} is None else {made}" if optional else made
+        construction = self._construct(kind, path, f"{name}_", marks, path if optional else owner)
+        return f"None if {self.arguments[first].name} is None else {construction}" if optional else construction
 
 
 def _marked(hint: Any) -> tuple[Any, frozenset[Any]]:

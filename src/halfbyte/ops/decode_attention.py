@@ -164,8 +164,8 @@ def level_of(impl: str, q: torch.Tensor) -> str:
     if q.device.type != "cpu" and impl == "auto" and q.element_size() > 2:
         warn_once(f"decode_attention has kernels for float16 and bfloat16; blocked torch code runs for {q.dtype} queries")
         impl = "cpu"
-    chosen = level("decode_attention", impl, q.device)
-    return "auto" if impl == "auto" and chosen == "gluon" else chosen
+    best = level("decode_attention", impl, q.device)
+    return "auto" if impl == "auto" and best == "gluon" else best
 
 
 def options_of(

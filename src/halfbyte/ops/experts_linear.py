@@ -124,8 +124,8 @@ def level_of(impl: str, x: torch.Tensor) -> str:
     if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
         warn_once(f"experts_linear has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
         impl = "cpu"
-    chosen = level("experts_linear", impl, x.device)
-    return "auto" if impl == "auto" and chosen == "gluon" else chosen
+    best = level("experts_linear", impl, x.device)
+    return "auto" if impl == "auto" and best == "gluon" else best
 
 
 def _run(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
@@ -208,11 +208,11 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
 
 def _in_stored_order(x: torch.Tensor, perm: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """x [T, K] or [T, top_k, K] as [T, top_k, K]: of each pair in the order perm [E, K] of its expert, some tokens at a time."""
-    ordered = x.new_empty(*experts.shape, x.shape[-1])
-    step = max(1, _INDICES // ordered[0].numel())
-    for part, rows, numbers in zip(ordered.split(step), x.split(step), experts.split(step), strict=True):
+    copies = x.new_empty(*experts.shape, x.shape[-1])
+    step = max(1, _INDICES // copies[0].numel())
+    for part, rows, numbers in zip(copies.split(step), x.split(step), experts.split(step), strict=True):
         torch.gather((rows.unsqueeze(1) if x.ndim == 2 else rows).expand_as(part), 2, perm[numbers], out=part)
-    return ordered
+    return copies
 
 
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
@@ -239,8 +239,8 @@ def _problem_of(call: ExpertsCall) -> ExpertsProblem:
     """What a plan needs to know of a call."""
     experts, features, width = call.weight.shape
     tokens, top_k = call.ids.shape
-    half, shared, gated = _DTYPES[call.x.dtype], call.x.ndim == 2, call.gates is not None
-    return ExpertsProblem(call.weight.format, (experts, features, width), tokens, top_k, half, shared, gated, call.activation)
+    half, one_row, sums = _DTYPES[call.x.dtype], call.x.ndim == 2, call.gates is not None
+    return ExpertsProblem(call.weight.format, (experts, features, width), tokens, top_k, half, one_row, sums, call.activation)
 
 
 @functools.lru_cache(maxsize=4096)

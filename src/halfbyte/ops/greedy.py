@@ -23,10 +23,10 @@ def greedy(logits: torch.Tensor, held: Held, ends: Ends | None = None, *, impl: 
     check_tensor("held.ids", held.ids, (batch, "columns"), "integer", device)
     check_tensor("held.last", held.last, (batch, 1), "integer", device)
     check_tensor("held.lengths", held.lengths, (batch, 1), "integer", device)
-    found = held.unfinished
+    flags = held.unfinished
     check(
-        found.dtype is torch.bool and found.shape == (batch,) and found.device == device,
-        f"held.unfinished is {found.dtype} {list(found.shape)} on {found.device}; expected torch.bool [{batch}] on {device}",
+        flags.dtype is torch.bool and flags.shape == (batch,) and flags.device == device,
+        f"held.unfinished is {flags.dtype} {list(flags.shape)} on {flags.device}; expected torch.bool [{batch}] on {device}",
     )
     if ends is not None:
         check_tensor("ends.tokens", ends.tokens, ("E",), "integer", device)

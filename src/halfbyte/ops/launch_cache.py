@@ -146,8 +146,8 @@ def _repeated(
     twins, sizes = twin.new_results(), (plan.floats, plan.counters)
     workspace = [torch.empty(n, device="meta") for n in sizes] if plan.floats else []
     places = _Places(getattr(twin, "numbers", tuple)(), len(twins))
-    given = [t for t in op.tensors(twin) if t is not None]
-    for name, tensors in (("a", given), ("r", twins), ("w", workspace)):
+    sources = [t for t in op.tensors(twin) if t is not None]
+    for name, tensors in (("a", sources), ("r", twins), ("w", workspace)):
         places.add(name, tensors)
     runs = [
         (launcher(kernel, (*one.grid, 1, 1)[:3]), places.function(one.arguments))
@@ -228,9 +228,9 @@ _compiled: dict[Key, Any] = {}
 
 def with_compiled(key: Key, launch: Callable[[Any], Any]) -> Any:
     """launch(compiled kernel of this key; None the first time): bypasses the JIT for calls without a signature."""
-    known = _compiled.get(key)
-    kernel = launch(known)
-    if known is None:
+    before = _compiled.get(key)
+    kernel = launch(before)
+    if before is None:
         if len(_compiled) >= _CAPACITY:
             _compiled.clear()
         _compiled[key] = kernel

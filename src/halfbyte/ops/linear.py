@@ -147,5 +147,5 @@ def _level(op: str, impl: str, x: torch.Tensor) -> str:
     if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
         warn_once(f"{op} has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
         impl = "cpu"
-    chosen = level(op, impl, x.device)
-    return "auto" if impl == "auto" and chosen == "gluon" else chosen
+    best = level(op, impl, x.device)
+    return "auto" if impl == "auto" and best == "gluon" else best

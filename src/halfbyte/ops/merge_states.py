@@ -39,9 +39,9 @@ def merged(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_states` of checked arguments: by the kernel, or by torch code under compilation, autograd or modes, and in float64."""
-    given = (*outs, *lses, *([] if sinks is None else [sinks]))
-    known = all(t.dtype in _KNOWN for t in given) and len({out.dtype for out in outs}) == 1
-    plain = known and all(map(can_bypass_dispatcher, given)) and outs[0].numel() > 0
+    tensors = (*outs, *lses, *([] if sinks is None else [sinks]))
+    readable = all(t.dtype in _KNOWN for t in tensors) and len({out.dtype for out in outs}) == 1
+    plain = readable and all(map(can_bypass_dispatcher, tensors)) and outs[0].numel() > 0
     if not plain or level("merge_states", "auto", outs[0].device) != "triton":
         return reference.merge_states(outs, lses, sinks)
     from halfbyte.kernels.decode.merge import launch

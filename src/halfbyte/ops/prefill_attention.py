@@ -44,31 +44,31 @@ def prefill_attention(
     for name, x, buffer in (("k", k, cache.keys), ("v", v, cache.values)):
         check_tensor(name, x, (q.shape[0], buffer.heads, q.shape[2], buffer.dim), device=q.device)
     own = options._replace(sinks=None, rotate_keys=False)
-    chosen, parts = level_of(impl, q), []
+    level, parts = level_of(impl, q), []
     if not _fresh(cache, q.shape[2]):
         past = cache.lengths - q.shape[2]
         parts.append(attend(call._replace(query_start=past, options=options._replace(sinks=None, ends=past))))
         own = own if options.starts is None else own._replace(starts=(options.starts - past).clamp_min(0))
-    parts.append(_over_itself(q, k, v, own, impl, chosen))
+    parts.append(_over_itself(q, k, v, own, impl, level))
     out, lse = parts[0]
     if len(parts) > 1 or sinks is not None:
-        merge = reference.merge_states if chosen in ("cpu", "reference") else merged
+        merge = reference.merge_states if level in ("cpu", "reference") else merged
         out, lse = merge([part[0] for part in parts], [part[1] for part in parts], options.sinks)
     return (out, lse) if return_lse else out
 
 
 def _fresh(cache: Cache, length: int) -> bool:
     """Whether the host knows that the cache holds only the newest `length` tokens."""
-    known = getattr(cache, "length_bound", None)
-    return known is not None and known <= length
+    bound = getattr(cache, "length_bound", None)
+    return bound is not None and bound <= length
 
 
 def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions, impl: str, chosen: str) -> _fused.Part:
     """Attention of the chunk over its own keys and values; by torch's kernels if the tuned one cannot hold all query rows."""
     if chosen == "auto" and can_bypass_dispatcher(q, k, v) and q.shape[1] // k.shape[1] * q.shape[2] * q.shape[3] > MOST_NUMBERS:
-        found = _fused.causal(q, k, v, o)
-        if found is not None:
-            return found
+        result = _fused.causal(q, k, v, o)
+        if result is not None:
+            return result
     lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
     keys, values = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
     return attend(DecodeCall(q, keys, values, lengths, torch.zeros_like(lengths), None, o, impl))

@@ -33,10 +33,10 @@ def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
     if own or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.empty(size, dtype=torch.float32, device=device)
     key = (device, stream_of(device))
-    found = _floats.get(key)
-    if found is None or found.numel() < size:
-        found = _floats[key] = torch.empty(max(size, 1 << 16), dtype=torch.float32, device=device)
-    return found
+    numbers = _floats.get(key)
+    if numbers is None or numbers.numel() < size:
+        numbers = _floats[key] = torch.empty(max(size, 1 << 16), dtype=torch.float32, device=device)
+    return numbers
 
 
 def at_hand(device: torch.device, size: int, own: bool = False) -> bool:
@@ -45,8 +45,8 @@ def at_hand(device: torch.device, size: int, own: bool = False) -> bool:
         return True
     if not torch.cuda.is_current_stream_capturing():
         return not own
-    reserve, used = _reserves.get(device, _UNUSED)
-    return reserve is not None and used + size <= reserve.numel()
+    reserve, position = _reserves.get(device, _UNUSED)
+    return reserve is not None and position + size <= reserve.numel()
 
 
 def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
@@ -56,11 +56,11 @@ def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor
     if own or device.type != "cuda":
         return torch.zeros(size, dtype=torch.int32, device=device)
     key = (device, stream_of(device))
-    found = _counters.get(key)
-    if found is None or found.numel() < size:
-        found = _counters[key] = torch.zeros(max(size, 1 << 12), dtype=torch.int32, device=device)
+    buffer = _counters.get(key)
+    if buffer is None or buffer.numel() < size:
+        buffer = _counters[key] = torch.zeros(max(size, 1 << 12), dtype=torch.int32, device=device)
     prepare(device)
-    return found
+    return buffer
 
 
 def shared(device: torch.device, floats: int, counters: int) -> tuple[int, Sequence[torch.Tensor]] | None:
@@ -71,8 +71,8 @@ def shared(device: torch.device, floats: int, counters: int) -> tuple[int, Seque
     """
     if not floats:
         return stream_of(device), ()
-    reserve, used = _reserves.get(device, _UNUSED)
-    if torch.cuda.is_current_stream_capturing() or (reserve is not None and used > reserve.numel() // 2):
+    reserve, position = _reserves.get(device, _UNUSED)
+    if torch.cuda.is_current_stream_capturing() or (reserve is not None and position > reserve.numel() // 2):
         return None
     stream = stream_of(device)
     part, count = _floats.get((device, stream)), _counters.get((device, stream))
@@ -91,8 +91,8 @@ def prepare(device: torch.device) -> None:
     """Reserve counters for CUDA graphs that will be captured on this device, if there are not enough."""
     largest = max((c.numel() for (of, _), c in _counters.items() if of == device), default=0)
     size = min(max(_RESERVE, _CALLS * largest), _MOST)
-    reserve, used = _reserves.get(device, _UNUSED)
-    if reserve is None or used > reserve.numel() // 2 or reserve.numel() < size:
+    reserve, position = _reserves.get(device, _UNUSED)
+    if reserve is None or position > reserve.numel() // 2 or reserve.numel() < size:
         _used_up.extend([] if reserve is None else [reserve])
         _reserves[device] = torch.zeros(size, dtype=torch.int32, device=device), 0
         torch.cuda.current_stream(device).synchronize()  # once: a graph on any stream may use it from now on
@@ -100,8 +100,8 @@ def prepare(device: torch.device) -> None:
 
 def _from_reserve(device: torch.device, size: int) -> torch.Tensor:
     """Counters for one captured call; cleared in the graph itself if no eager call has filled the reserve before."""
-    reserve, used = _reserves.get(device, _UNUSED)
-    if reserve is None or used + size > reserve.numel():
+    reserve, position = _reserves.get(device, _UNUSED)
+    if reserve is None or position + size > reserve.numel():
         return torch.zeros(size, dtype=torch.int32, device=device)
-    _reserves[device] = reserve, used + -(-size // 32) * 32  # aligned, or a second kernel would be compiled for the next call
-    return reserve[used : used + size]
+    _reserves[device] = reserve, position + -(-size // 32) * 32  # aligned, or a second kernel would be compiled for the next call
+    return reserve[position : position + size]

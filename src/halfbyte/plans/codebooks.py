@@ -37,16 +37,16 @@ def unit_of_codebook(code: Code, dtype: str) -> float:
 
 def _shares(values: tuple[float, ...], block: int = 64) -> list[float]:
     """How often each value is the nearest in blocks of normal numbers divided by their largest magnitude."""
-    normal, ordered = NormalDist(), sorted(values)
-    edges = [-1.0, *((a + b) / 2 for a, b in itertools.pairwise(ordered)), 1.0]
+    normal, ascending = NormalDist(), sorted(values)
+    edges = [-1.0, *((a + b) / 2 for a, b in itertools.pairwise(ascending)), 1.0]
     tops = [
         normal.inv_cdf((1 + ((i + 0.5) / block) ** (1 / block)) / 2) for i in range(block)
     ]  # the largest of a block, by quantiles
-    found = dict.fromkeys(ordered, 0.0)
-    for level, low, high in zip(ordered, edges, edges[1:], strict=False):
+    frequencies = dict.fromkeys(ascending, 0.0)
+    for level, low, high in zip(ascending, edges, edges[1:], strict=False):
         inside = sum((normal.cdf(high * top) - normal.cdf(low * top)) / (2 * normal.cdf(top) - 1) for top in tops) / block
-        found[level] += inside * (block - 1) / block + (0.5 / block if abs(level) == 1.0 else 0.0)
-    return [found[value] for value in values]
+        frequencies[level] += inside * (block - 1) / block + (0.5 / block if abs(level) == 1.0 else 0.0)
+    return [frequencies[value] for value in values]
 
 
 def _rounded(value: float, dtype: str) -> float:

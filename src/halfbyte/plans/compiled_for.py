@@ -30,12 +30,12 @@ def _digest(modules: tuple[str, ...]) -> str:
 
 def closure(modules: Iterable[str]) -> set[str]:
     """These modules and those that they import, directly or not, as far as they are halfbyte's; not this one."""
-    found, left = {__name__}, list(modules)
+    whole, left = {__name__}, list(modules)
     while left:
-        if (module := left.pop()).split(".")[0] == "halfbyte" and module not in found:
-            found.add(module)
+        if (module := left.pop()).split(".")[0] == "halfbyte" and module not in whole:
+            whole.add(module)
             left += imported(module)
-    return found - {__name__}
+    return whole - {__name__}
 
 
 @functools.cache

@@ -104,11 +104,11 @@ def plan_of(p: DecodeProblem, level: str, gpu: GPU, use_pdl: bool) -> DecodePlan
     if p.dtype not in DTYPES.values():
         raise Unsupported(f"q is {p.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
     if level != "triton":
-        tuned = gluon_plan(p, gpu.num_sms, gpu.capability, use_pdl)
-        if isinstance(tuned, DecodePlan):
-            return tuned
+        plan = gluon_plan(p, gpu.num_sms, gpu.capability, use_pdl)
+        if isinstance(plan, DecodePlan):
+            return plan
         if level == "gluon":
-            raise Unsupported(f"impl='gluon' cannot run this call: {tuned}; use impl='auto', which takes the portable kernel here")
+            raise Unsupported(f"impl='gluon' cannot run this call: {plan}; use impl='auto', which takes the portable kernel here")
     return portable_plan(p, gpu.num_sms, gpu.capability if use_pdl else (8, 0))
 
 

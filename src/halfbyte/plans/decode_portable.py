@@ -87,8 +87,8 @@ def triton_tiles(
     # Not 64 rows: those use Hopper's wgmma, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32
     bits, channels = (keys.code.bits, values.code.bits), keys.token_block is not None
-    grouped = "group" in (keys.granularity, values.granularity)
-    wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
+    in_groups = "group" in (keys.granularity, values.granularity)
+    wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not in_groups)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
     num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
     tiles = -(-rows // block_rows)
@@ -97,6 +97,6 @@ def triton_tiles(
         splits = max(1, -(-capacity // chunk))
     else:
         programs = max(1, batch * heads * tiles)
-        wanted = num_sms * _WARPS_PER_SM // (num_warps * programs)
-        splits = max(1, min(wanted, -(-capacity // (4 * block_tokens)), 128))
+        enough = num_sms * _WARPS_PER_SM // (num_warps * programs)
+        splits = max(1, min(enough, -(-capacity // (4 * block_tokens)), 128))
     return TritonTiles(block_tokens, block_rows, splits, chunk, num_warps, 3, capability >= (9, 0))

@@ -130,11 +130,11 @@ def _even(spec: DecodeSpec, p: DecodeProblem) -> bool:
 def _filled(shape: Shape, limit: int) -> Shape:
     """The shape with separate shared memory for the sums of warps, if that fits; with 8 rows so that no further program fits, for
     which the sums take that space, or an empty slot of the ring."""
-    tried = [
+    variants = [
         shape._replace(spec=replace(shape.spec, separate_reduce_smem=own, pad_slots=slots))
         for slots, own in product((0, 1), (True, False))
     ]
-    fitting = [one for one in tried if one.fits(limit)] or [shape]
+    fitting = [one for one in variants if one.fits(limit)] or [shape]
     return next((one for one in fitting if one.fills(limit)), fitting[0])
 
 
@@ -142,8 +142,8 @@ def _in_fixed_splits(shape: Shape, limit: int) -> Shape:
     """The shape with splits of fixed size. Its ring keeps loading while warps are summed in other memory."""
     spec = replace(shape.spec, split=FIXED_SPLIT, reduce_fanin=FIXED_FANIN, separate_reduce_smem=True)
     for per_sm, stages in product(range(shape.per_sm, 0, -1), range(spec.stages, 1, -1)):
-        tried = [Shape(replace(spec, stages=stages, pad_slots=slots), per_sm) for slots in (0, 1)]
-        fitting = [one for one in tried if one.fits(limit)]
+        variants = [Shape(replace(spec, stages=stages, pad_slots=slots), per_sm) for slots in (0, 1)]
+        fitting = [one for one in variants if one.fits(limit)]
         if fitting:
             return next((one for one in fitting if one.fills(limit)), fitting[0])
     return Shape(replace(spec, stages=2), 1)
@@ -196,12 +196,12 @@ def _alone(spec: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> Iter
     if programs(items, num_sms) == items:
         # Its ring takes more than half of the shared memory: else the next call's program, which starts early, shares the SM.
         if spec.values.groups > 1:
-            tried = [Shape(replace(separate, stages=3, pad_slots=slots), 1) for slots in range(4)]
-            fitting = [one for one in tried if one.fits(limit) and not one._replace(per_sm=2).fits(limit)]
+            variants = [Shape(replace(separate, stages=3, pad_slots=slots), 1) for slots in range(4)]
+            fitting = [one for one in variants if one.fits(limit) and not one._replace(per_sm=2).fits(limit)]
         else:
             larger = replace(spec, tokens=min(64, 2 * spec.tokens))
-            tried = [Shape(replace(larger, stages=stages), 1) for stages in range(2, 8)]
-            fitting = [one for one in tried if one.fits(limit) and one.spec.shared_bytes > limit // 2]
+            variants = [Shape(replace(larger, stages=stages), 1) for stages in range(2, 8)]
+            fitting = [one for one in variants if one.fits(limit) and one.spec.shared_bytes > limit // 2]
         yield from (one._replace(cost=_measured(ONE_EACH, spec, p)) for one in fitting[:1])
     elif items * (4 if plain_int else 16) <= num_sms:  # partial results per item from which on it pays
         # One more stage hides latency, except for INT4 with at most 1,024 tokens per program.

@@ -194,7 +194,7 @@ class DecodePlan:
         """The plan in words, in reading order."""
         spec = self.spec
         wgmma = isinstance(spec, DecodeWgmmaSpec)
-        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
+        share = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
         exact = f"{spec.chunks} chunks of {spec.chunk} tokens in 16 bits, each shared out as {spec.chunk_cost / 8:g} tiles"
         tail = {"tail": exact} if spec.tail_rows else {}
         splits = "where shares meet inside a work item; the last program to arrive reduces, in fixed order"
@@ -202,7 +202,7 @@ class DecodePlan:
             splits = f"{spec.split} tokens each, whatever the batch; the last program to arrive reduces, in the order of tokens"
         return {
             "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
-            "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
+            "tile": f"{spec.tile} tokens: {spec.warps} warps of {share}",
             **tail,
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
             "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",

@@ -114,13 +114,13 @@ def tuned_experts(p: ExpertsProblem, gpu: GPU, use_pdl: bool) -> ExpertsPlan | s
     dense = gluon_linear(LinearProblem(((p.format, features),) * hit, rows, width, p.half), gpu, use_pdl)
     if isinstance(dense, str):
         return dense
-    finer, wanted = _finer(dense, width, gpu.num_sms)
+    finer, most_per_sm = _finer(dense, width, gpu.num_sms)
     room = next(n for n in _TABLES if pairs <= n)
     fields = vars(finer) | {"weights": finer.weights[:1], "pad_slots": 0, "whole_tiles": features % finer.tile == 0}
     fields |= {"top_k": p.top_k, "shared": p.shared and p.top_k > 1, "pairs": room, "ids_early": p.ids_early}
     shape = ExpertsMmaSpec(**fields, activation=p.activation)
-    fitting = ((staged(shape, n, gpu.capability), n) for n in (wanted, 1))
-    spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
+    fitting = ((staged(shape, n, gpu.capability), n) for n in (most_per_sm, 1))
+    spec, per_sm = next((pair for pair in fitting if pair[0]), (None, 1))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     assert isinstance(spec, ExpertsMmaSpec)

@@ -66,8 +66,8 @@ class ExpertsWgmmaPlan:
 def gluon_experts(p: ExpertsProblem, gpu: GPU, use_pdl: bool) -> ExpertsPlan | ExpertsWgmmaPlan | str:
     """How a tuned kernel computes a call, that for few tokens or the grouped one; in words, why neither can."""
     few = tuned_experts(p, gpu, use_pdl)
-    grouped = wgmma_experts(p, gpu) if isinstance(few, str) else few
-    return f"{few}; {grouped}" if isinstance(few, str) and isinstance(grouped, str) else grouped
+    groups = wgmma_experts(p, gpu) if isinstance(few, str) else few
+    return f"{few}; {groups}" if isinstance(few, str) and isinstance(groups, str) else groups
 
 
 def wgmma_experts(p: ExpertsProblem, gpu: GPU) -> ExpertsWgmmaPlan | str:

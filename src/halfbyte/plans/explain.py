@@ -79,10 +79,10 @@ def explanation(
             f"{count} a sequence, of {block} new tokens, {block * p.group} query rows; each is partitioned as a sequence"
         )
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
-    tuned = gluon_plan(p, gpu.num_sms, gpu.capability, True)
-    if isinstance(tuned, DecodePlan):
-        return facts | tuned.describe() | dict(resources(p, tuned, gpu.capability))
-    return facts | {"not gluon": tuned} | portable_plan(p, gpu.num_sms, gpu.capability).describe(p)
+    plan = gluon_plan(p, gpu.num_sms, gpu.capability, True)
+    if isinstance(plan, DecodePlan):
+        return facts | plan.describe() | dict(resources(p, plan, gpu.capability))
+    return facts | {"not gluon": plan} | portable_plan(p, gpu.num_sms, gpu.capability).describe(p)
 
 
 # ------------------------------------------------------------------------------------------------------------ linear layers
@@ -119,21 +119,21 @@ def linear_explanation(
     facts = _described(gpu)
     shapes = ", ".join(f"{fmt} [{n}, {width}]" for fmt, n in zip(formats, features, strict=True))
     facts["work"] = f"x [{rows}, {width}] times {shapes}"
-    stored = sum(fmt.nbytes((n, width)) for fmt, n in zip(formats, features, strict=True))
-    bits = 8 * stored / (sum(features) * width)
-    moved = 2 * rows * (width + sum(features))
-    facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
+    weight_bytes = sum(fmt.nbytes((n, width)) for fmt, n in zip(formats, features, strict=True))
+    bits = 8 * weight_bytes / (sum(features) * width)
+    xy_bytes = 2 * rows * (width + sum(features))
+    facts["bytes"] = f"{weight_bytes / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {xy_bytes / 1e6:,.2f} MB of x and y"
     problem = LinearProblem(tuple(zip(formats, features, strict=True)), rows, width, dtype)
-    tuned, source = linear_plan(problem, gpu, True, table)
-    if isinstance(tuned, LinearPlan):
-        kernel, *rest = tuned.describe(rows).items()
-        return facts | dict([kernel, ("plan", source), *rest, *resources(problem, tuned, gpu.capability).items()])
+    plan, source = linear_plan(problem, gpu, True, table)
+    if isinstance(plan, LinearPlan):
+        kernel, *rest = plan.describe(rows).items()
+        return facts | dict([kernel, ("plan", source), *rest, *resources(problem, plan, gpu.capability).items()])
     if expanded(problem):
-        return facts | {"not gluon": tuned} | describe_slabs(problem)
-    return facts | {"not gluon": tuned} | linear_tiles(problem, gpu).describe(problem)
+        return facts | {"not gluon": plan} | describe_slabs(problem)
+    return facts | {"not gluon": plan} | linear_tiles(problem, gpu).describe(problem)
 
 
 def _described(gpu: GPU) -> dict[str, str]:
     check(gpu.num_sms > 0, f"sms={gpu.num_sms}; a GPU has at least one multiprocessor")
-    found = "" if gpu.capability == H200.capability else f"; the rules were found on an {H200.name} and have not run on such a GPU"
-    return {"gpu": f"{gpu.num_sms} multiprocessors, compute capability {gpu.capability[0]}.{gpu.capability[1]}{found}"}
+    note = "" if gpu.capability == H200.capability else f"; the rules were found on an {H200.name} and have not run on such a GPU"
+    return {"gpu": f"{gpu.num_sms} multiprocessors, compute capability {gpu.capability[0]}.{gpu.capability[1]}{note}"}

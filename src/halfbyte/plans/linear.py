@@ -29,8 +29,8 @@ def gluon_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
     refusal = _refusal(shape, p, gpu.capability)
     if refusal:
         return refusal
-    tried = [(made, n) for smaller in _smaller(shape) if (made := with_copies(smaller, p.width)) for n in range(per_sm, 0, -1)]
-    spec, per_sm = next(((spec, n) for made, n in tried if (spec := staged(made, n, gpu.capability))), (None, 0))
+    shapes = [(one, n) for smaller in _smaller(shape) if (one := with_copies(smaller, p.width)) for n in range(per_sm, 0, -1)]
+    spec, per_sm = next(((spec, n) for one, n in shapes if (spec := staged(one, n, gpu.capability))), (None, 0))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     if any(n % 2 for n in p.features) and (spec.odd_scales or spec.odd_zeros):
@@ -127,8 +127,8 @@ def _shape(weight: WeightSpec, p: LinearProblem, slots: int) -> LinearSpec:
         tile, k_slices, warps_m = (64 if tiles <= slots or fine else 128), 2, 2
     else:
         narrow = tiles <= (slots if p.rows <= 4 else 0.7 * slots)
-        cramped = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "unsigned"))
-        tile, k_slices, warps_m = (32 if narrow or cramped else 64), 4, 1
+        few_registers = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "unsigned"))
+        tile, k_slices, warps_m = (32 if narrow or few_registers else 64), 4, 1
     return LinearSpec(
         weights=(weight,) * len(p.weights),
         dtype=p.half,
@@ -211,5 +211,5 @@ def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int, int]:
     Whole tiles per program; tiles that all programs share, which come first; steps of those per program; how many of the first
     programs take one step more.
     """
-    whole, shared = divmod(tiles, programs)
-    return whole, shared, *divmod(shared * steps, programs)
+    whole, rest = divmod(tiles, programs)
+    return whole, rest, *divmod(rest * steps, programs)

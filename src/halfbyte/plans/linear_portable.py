@@ -80,11 +80,11 @@ def linear_tiles(p: LinearProblem, gpu: GPU, row_invariant: bool = False) -> Lin
     block_k = min([128, *(fmt.group_size(width) for fmt, _ in p.weights if not folds_exactly(fmt))])
     block_k = 1 << max(5, block_k.bit_length() - 1)
     steps = -(-width // block_k)
-    wanted = _INVARIANT_PROGRAMS if row_invariant else 4 * gpu.num_sms
-    splits = max(1, min(wanted // max(p.tiles(64), 1), steps * block_k // _FEWEST_COLUMNS, _MOST_SPLITS))
+    slots = _INVARIANT_PROGRAMS if row_invariant else 4 * gpu.num_sms
+    splits = max(1, min(slots // max(p.tiles(64), 1), steps * block_k // _FEWEST_COLUMNS, _MOST_SPLITS))
     why = "a function of N and K alone" if row_invariant else f"{m} rows: the weight is read once"
-    found = LinearTiles(64, block_m, block_k, 1, steps, False, 4, 4 if block_k > 32 else 6, why)
-    return _split(found, splits)
+    shape = LinearTiles(64, block_m, block_k, 1, steps, False, 4, 4 if block_k > 32 else 6, why)
+    return _split(shape, splits)
 
 
 def expanded(p: LinearProblem) -> bool:

@@ -144,8 +144,8 @@ def read(file: Path) -> Table:
         data = json.loads(file.read_bytes())
         if data["halfbyte plans"] != VERSION:
             raise DamagedPlans(f"{file} is of version {data['halfbyte plans']!r} of the plans and this is {VERSION}")
-        found = [one for one in data["entries"] if one["problem"]["op"] != "decode_attention"]  # which older versions stored
-        entries = {_key(one["problem"]): _entry(one, str(file)) for one in found}
+        rows = [one for one in data["entries"] if one["problem"]["op"] != "decode_attention"]  # which older versions stored
+        entries = {_key(one["problem"]): _entry(one, str(file)) for one in rows}
         return Table(str(data["gpu"]), _whole(data["multiprocessors"]), entries, dict(data["made with"]))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, DamagedPlans):
