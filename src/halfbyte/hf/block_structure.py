@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ SCALES = (1.0, 30.0)
 _ROUNDING = {16: 0.04, 32: 0.01, 64: 0.01}
 #: Tokens in the cache before the step that is recorded; the first of row 0 is padding.
 _PROMPT = 3
+#: Attributes that tell layers of one kind from each other.
+_NUMBERING = ("layer_idx", "layer_id", "layer_number")
 #: Hooks would record a call of another thread.
 _LOCK = threading.Lock()
 
@@ -124,6 +126,29 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     bits = min(torch.finfo(t.dtype).bits for t in (a, b))
     off = (a.double() - b.double()).norm()
     return bool(off <= _ROUNDING[bits] * b.double().norm())
+
+
+def signature(module: nn.Module) -> Hashable:
+    """What a module has in common with those that do the same with other weights: classes, sizes and plain attributes."""
+    parts = []
+    for name, m in module.named_modules():
+        plain = {key: x for key, x in vars(m).items() if isinstance(x, bool | int | float | str) and key not in _NUMBERING}
+        shapes = tuple((key, p.shape, p.dtype) for key, p in m.named_parameters(recurse=False))
+        parts.append((name, type(m), tuple(sorted(plain.items())), shapes))
+    return tuple(parts)
+
+
+def norms_of(module: nn.Module) -> dict[int, Norm]:
+    """The RMSNorms within a module, by the id of theirs."""
+    kinds: dict[Hashable, Norm | None] = {}
+    norms = {}
+    for m in module.modules():
+        if isinstance(weight := getattr(m, "weight", None), torch.Tensor) and weight.ndim == 1:
+            key = signature(m)
+            kinds[key] = kinds[key] if key in kinds else norm_of(m)
+            if (norm := kinds[key]) is not None:
+                norms[id(m)] = norm._replace(weight=weight)
+    return norms
 
 
 def norm_of(module: nn.Module) -> Norm | None:

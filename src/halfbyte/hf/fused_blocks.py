@@ -19,8 +19,7 @@ decoding, of a model with a packed cache, without gradients.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,9 +27,9 @@ import torch
 from torch import nn
 
 from halfbyte.errors import Unsupported
-from halfbyte.hf.block_structure import Structure, norm_of, readings, same, structure_of
+from halfbyte.hf.block_structure import Structure, norms_of, readings, same, structure_of
 from halfbyte.hf.fused_parts import Form, Tables, fused_part, quantized_layer, whole_rows
-from halfbyte.hf.model_support import blocks
+from halfbyte.hf.model_support import blocks, tensors_of
 from halfbyte.hf.weights import all_agree, all_reduce_of, partial_layer
 from halfbyte.nn import QuantLinear, local_shard
 from halfbyte.ops.all_reduce import AllReduce
@@ -84,14 +83,14 @@ def _view(model: Any, addresses: tuple[int, ...] | None) -> _View:
     return view
 
 
-def weight_addresses(model: Any) -> tuple[int, ...]:
+def weight_addresses(model: nn.Module) -> tuple[int, ...]:
     """Where the weights of a model lie: they do so elsewhere once it was moved, cast, quantized or given adapters."""
-    return tuple(local_shard(t).data_ptr() for t in itertools.chain(model.parameters(), model.buffers()))
+    return tuple([local_shard(t).data_ptr() for t in tensors_of(model)])
 
 
-def weight_versions(model: Any) -> int:
+def weight_versions(model: nn.Module) -> int:
     """How often the weights of a model were written to: numbers may agree for some weights only."""
-    return sum(0 if t.is_inference() else int(getattr(t, "_version")) for t in model.parameters())  # noqa: B009 (a name of torch)
+    return sum(0 if t.is_inference() else int(getattr(t, "_version")) for t in tensors_of(model))  # noqa: B009 (a name of torch)
 
 
 @torch.no_grad()
@@ -103,7 +102,7 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
         near, far = readings(model, layers, around)
     except Exception as error:  # of the family's own code, which may want other inputs
         return _View(None, [f"its decoder cannot be read: {error}"] * len(layers))
-    norms = {id(m): norm for m in around.modules() if (norm := norm_of(m)) is not None}
+    norms = norms_of(around)
     structures: list[Structure | None] = []
     reasons = []
     for calls in near.blocks:
@@ -116,6 +115,7 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
     if all(structure is None for structure in structures):
         return _View(None, reasons)
     ahead, tables, all_reduce = _Ahead(), Tables(), all_reduce_of(model)
+    known: dict[Hashable, int] = {}
     final = next((call for call in near.calls if id(call.module) in norms and same(call.x, near.blocks[-1][-1].y)), None)
     last = None if final is None else norms[id(final.module)]
     made: list[nn.Module] = []
@@ -125,7 +125,7 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
             continue
         after = structures[i + 1] if i + 1 < len(layers) else None
         following = last if i + 1 == len(layers) else None if after is None else after.branches[0].before
-        forms = [[fused_part(part, i, (near, far), norms, tables) for part in branch.parts] for branch in structure.branches]
+        forms = [[fused_part(part, i, (near, far), norms, tables, known) for part in branch.parts] for branch in structure.branches]
         made.append(FusedBlock(layer, structure, list(map(_joined, forms)), following, ahead, all_reduce))
     inner: dict[str, nn.Module] = {name: nn.ModuleList(made)}
     if final is not None and structures[-1] is not None:

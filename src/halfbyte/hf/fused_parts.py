@@ -7,7 +7,7 @@ layer, so that the sum behind it can be part of the same launch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf.attention import CACHE, Attended, attention
-from halfbyte.hf.block_structure import SCALES, Part, Reading, close, same
+from halfbyte.hf.block_structure import SCALES, Part, Reading, close, same, signature
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.block import gated, norm_rows
@@ -51,12 +51,28 @@ def _project(x: Rows, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
     return projected(x, [layer.weight for layer in quantized], [layer.bias for layer in quantized])
 
 
-def fused_part(part: Part, number: int, steps: tuple[Reading, Reading], norms: dict[int, Norm], tables: Tables) -> Form:
-    """The fused form of a module of layer `number`; where none gives its numbers, the module as it is."""
-    for heads in _heads(part, steps[0].attended[number], norms, tables):
-        if _attends_alike(heads, part, number, steps):
-            return heads
-    return next((mlp for mlp in _gated_mlps(part) if _maps_alike(mlp, part)), AsItIs(part))
+def fused_part(
+    part: Part,
+    number: int,
+    steps: tuple[Reading, Reading],
+    norms: dict[int, Norm],
+    tables: Tables,
+    known: dict[Hashable, int],
+) -> Form:
+    """The fused form of a module of layer `number`; where none gives its numbers, the module as it is.
+
+    known: signature of a module -> which of the forms its like has. Then its result of the recorded step is compared only.
+    """
+    forms: list[Form] = [*_heads(part, steps[0].attended[number], norms, tables), *_gated_mlps(part)]
+    key = signature(part.call.module)
+    likely = [forms[i] for i in (known.get(key),) if i is not None and i < len(forms)]
+    for i, form in enumerate([*likely, *forms]):
+        again = i < len(likely)
+        agrees = _attends_alike(form, part, number, steps, again) if isinstance(form, Heads) else _maps_alike(form, part, again)
+        if agrees:
+            known[key] = forms.index(form)
+            return form
+    return AsItIs(part)
 
 
 class AsItIs:
@@ -108,18 +124,18 @@ class GatedMlp:
         return gated_projection(x, weights, biases, self.activation), self.last
 
 
-def _maps_alike(form: GatedMlp, part: Part) -> bool:
-    """Whether a fused MLP gives what the family's own does, for its input of the step and for a larger one."""
-    call = part.call
-    own = AsItIs(part)
-    for scale in SCALES:
+def _maps_alike(form: Form, part: Part, again: bool) -> bool:
+    """Whether a fused MLP gives what the family's own gave in the step; unless `again`, for a larger input as well."""
+    call, own = part.call, AsItIs(part)
+    for scale in SCALES[:1] if again else SCALES:
         x = call.x * scale
+        expected = call.y if scale == 1 else own(x, {source: call.kwargs.get(name) for name, source in part.renames.items()})[0]
         try:
             y, last = form(x, call.kwargs)
             y = y if last is None else last(y)
         except (RuntimeError, ValueError):  # shapes that do not belong together
             return False
-        if not close(y, own(x, {source: call.kwargs.get(name) for name, source in part.renames.items()})[0]):
+        if not close(y, expected):
             return False
     return True
 
@@ -248,26 +264,30 @@ class _Twin:
         return self.layer.update(k, v, **rotated)
 
 
-def _attends_alike(form: Heads, part: Part, number: int, steps: tuple[Reading, Reading]) -> bool:
-    """Whether a fused attention layer has the queries, values and results of the family's own.
+def _attends_alike(form: Heads, part: Part, number: int, steps: tuple[Reading, Reading], again: bool) -> bool:
+    """Whether a fused attention layer gave attention the queries and values of the family's own in both steps, and its result.
 
-    Results are compared at the first scale: softmax of large scores magnifies rounding.
+    Unless `again`, queries and values of a larger input are compared as well.
     """
-    twin, own = steps[0].twin.layers[number], AsItIs(part)
-    for step, scale in itertools.product(steps, SCALES):
+    twin, source = steps[0].twin.layers[number], form.sources[CACHE]
+
+    def given(run: Form, step: Reading, scale: float) -> list[torch.Tensor]:
+        """Queries, values and the result, over a cache that holds what came before the first step."""
         call = next(call for call in step.blocks[number] if call.module is part.call.module)
-        block = {source: call.kwargs.get(name) for name, source in part.renames.items()}
-        results = []
-        for run in (own, form):
-            lengths, twin.calls = twin.kv.lengths.clone(), []
-            try:
-                y, last = run(call.x * scale, {**block, form.sources[CACHE]: _Twin(twin)})
-                results.append((twin.calls[0].q, twin.calls[0].v, y if last is None else last(y)))
-            except (RuntimeError, ValueError, AttributeError, HalfbyteError):  # shapes that do not belong together
-                return False
-            finally:
-                twin.kv.crop(lengths)
-        which = slice(None) if scale == SCALES[0] else slice(2)
-        if not all(map(close, results[0][which], results[1][which])):
-            return False
-    return True
+        block = {own: call.kwargs.get(name) for name, own in part.renames.items()}
+        lengths, twin.calls = twin.kv.lengths.clone(), []
+        try:
+            y, last = run(call.x * scale, {**block, source: _Twin(twin)})
+        finally:
+            twin.kv.crop(lengths)
+        return [twin.calls[0].q, twin.calls[0].v, y if last is None else last(y)]
+
+    near, far = steps
+    try:
+        pairs = [*zip(given(form, near, 1.0), (*near.attended[number][0][1:4:2], part.call.y), strict=True)]
+        pairs += zip(given(form, far, 1.0), far.attended[number][0][1:4:2], strict=False)
+        if all(close(*pair) for pair in pairs) and not again:
+            pairs += [*zip(given(form, near, SCALES[1]), given(AsItIs(part), near, SCALES[1]), strict=True)][:2]
+    except (RuntimeError, ValueError, AttributeError, HalfbyteError):  # shapes that do not belong together
+        return False
+    return all(close(*pair) for pair in pairs)

@@ -36,7 +36,7 @@ from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.lookup import MOST_DRAFTS, LookupForward
-from halfbyte.hf.model_support import rotations_by_length
+from halfbyte.hf.model_support import rotations_by_length, tensors_of
 from halfbyte.hf.recorded_step import Forward, keep_step, take_step
 from halfbyte.hf.weights import ranks_of
 
@@ -113,7 +113,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         f"{', '.join(unknown)} may change from step to step": bool(unknown),
         "output_hidden_states and output_attentions are not collected": config.output_hidden_states or config.output_attentions,
         "its rotary embedding depends on the length": bool(rotations_by_length(model)),
-        "the model, or its input, lies on several devices": len({p.device for p in (*model.parameters(), input_ids)}) > 1,
+        "the model, or its input, lies on several devices": len({t.device for t in (*tensors_of(model), input_ids)}) > 1,
         "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
     }

@@ -11,7 +11,7 @@ Options of a cache, too: one for all layers, or a list with one for each, checke
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,18 @@ def check_continues(model: Any) -> None:
 
 def rotations_by_length(model: nn.Module) -> list[nn.Module]:
     """The rotary embeddings that depend on the length of the text: they change where it is longer than another length."""
-    kinds = ((m, str(getattr(m, "rope_type", ""))) for m in model.modules())
+    kinds = ((m, str(vars(m).get("rope_type", ""))) for m in model.modules())
     return [m for m, kind in kinds if "dynamic" in kind or "longrope" in kind]
+
+
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a model, shared ones as often as they are there; several times faster than torch's own walk."""
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        if (module := stack.pop()) is not None:
+            stack.extend(module._modules.values())
+            for own in (module._parameters, module._buffers):
+                yield from (t for t in own.values() if t is not None)
 
 
 def _sees_both_sides(model: nn.Module) -> bool:
@@ -172,7 +182,7 @@ def _sees_both_sides(model: nn.Module) -> bool:
     Cross-attention sees all of the encoder's states, which are in a cache of their own.
     """
     named = ((name, m) for block in blocks(model) for name, m in block.named_modules())
-    return any(getattr(m, "is_causal", True) is False and not _CROSS.search(name) for name, m in named)
+    return any(vars(m).get("is_causal", getattr(type(m), "is_causal", True)) is False and not _CROSS.search(n) for n, m in named)
 
 
 def _refusal(name: str, reason: str) -> Unsupported:
