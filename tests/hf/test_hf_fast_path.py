@@ -7,13 +7,14 @@ import warnings
 import pytest
 import torch
 import transformers as tf
-from families import tiny_model
+from families import tiny_config, tiny_model
 from tiny_models import VOCAB
 
 import halfbyte.hf as hf
 from halfbyte import errors
 from halfbyte.hf import default_cache
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view
+from halfbyte.hf.model_support import model_class
 from halfbyte.hf.recorded_step import Forward
 
 FORMATS = {"weights": "int4_g32", "keys": "int8", "values": "int8"}
@@ -102,6 +103,28 @@ def test_two_methods_of_a_model_are_replaced(build):
     view = model.generate.view(recorded=True)
     assert isinstance(view, default_cache.Prepared)
     assert (type(view).__name__, view.model, view.lm_head) == (type(model).__name__, model.model, model.lm_head)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_prompts_with_images(family, ran):
+    """The prompt takes its image, and steps are recorded, whose positions have three axes."""
+    config = tiny_config(family)
+    config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = 5, 8, 6, 7
+    torch.manual_seed(0)
+    model = hf.quantize(model_class(config)._from_config(config).eval(), keys="int8", values="int8")
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([[11, 12, 6, 5, 5, 5, 5, 7, 13, 14, 15]])
+    image = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (ids == 5).long()}
+    answers = []
+    for seed in range(2):
+        image["pixel_values"] = torch.randn(16, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(seed))
+        plain = model.generate(ids, recorded=False, disable_compile=True, **image, **OPTIONS)
+        assert not ran
+        assert torch.equal(model.generate(ids, **image, **OPTIONS), plain)
+        assert taken(ran, model)
+        answers.append(plain)
+    without = model.generate(ids, **OPTIONS)
+    assert not all(torch.equal(answer, without) for answer in answers), "the image changes nothing, so the test shows nothing"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "mistral3"])

@@ -305,6 +305,26 @@ def test_packed_forwards_read_each_text_of_a_row_alone(family, chunk, build, pro
             model(ids, cu_seq_lens_q=torch.tensor([0, 9, 37]))
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_a_packed_cache_refuses_rows_of_several_texts(family, build, prompt):
+    """In a forward and in generate(): over a cache, transformers itself does not tell them apart."""
+    model, ids = hf.quantize(build(family), keys="int8", values="int8"), prompt(2, 20)
+    positions = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
+    with torch.no_grad(), pytest.raises(Unsupported, match="start again within a row"):
+        model(ids, position_ids=positions, past_key_values=hf.PackedCache(model, 64))
+    with pytest.raises(Unsupported, match="start again within a row"):
+        model.generate(ids, position_ids=positions, max_new_tokens=2)
+    with torch.no_grad(), pytest.raises(Unsupported, match="cu_seq_lens_q"):
+        model(ids, cu_seq_lens_q=torch.tensor([0, 8, 20]), past_key_values=hf.PackedCache(model, 64))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    padded = (mask.cumsum(-1) - 1).clamp_min(0)  # five times 0: padding is no text
+    with torch.no_grad():
+        logits = model(ids, position_ids=padded, attention_mask=mask, past_key_values=hf.PackedCache(model, 64)).logits
+        own = model(ids, attention_mask=mask, past_key_values=hf.PackedCache(model, 64), position_ids=padded).logits
+    assert torch.equal(logits, own)
+
+
 def test_packed_forwards_refuse_router_logits(prompt):
     """Of which the last chunk would have some, and the loss none."""
     model = hf.quantize(tiny_model("mixtral"), keys="int8", values="int8")

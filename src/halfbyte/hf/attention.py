@@ -39,6 +39,12 @@ CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_gener
 
 NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
 
+_NO_CACHE = (
+    "this forward has no packed KV cache, so attention runs in 16 or 32 bits (torch's scaled_dot_product_attention); "
+    "pass past_key_values=halfbyte.hf.PackedCache(model, capacity) to use one, or call the model within "
+    "halfbyte.hf.packed_forwards(model), say to measure perplexity"
+)
+
 #: Keyword arguments that models pass along and that do not change what attention computes.
 _HARMLESS = frozenset(
     (
@@ -243,11 +249,8 @@ def _plain(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """No packed cache: transformers' scaled_dot_product_attention, or the written-out form for softcap and sinks."""
-    warn_once(
-        "this forward has no packed KV cache, so attention runs in 16 or 32 bits (torch's scaled_dot_product_attention); "
-        "pass past_key_values=halfbyte.hf.PackedCache(model, capacity) to use one, or call the model within "
-        "halfbyte.hf.packed_forwards(model), say to measure perplexity"
-    )
+    if getattr(module, "is_causal", True):  # an encoder of images has no cache
+        warn_once(_NO_CACHE)
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

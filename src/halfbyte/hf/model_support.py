@@ -171,9 +171,9 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     stack: list[nn.Module | None] = [model]
     while stack:
         if (module := stack.pop()) is not None:
-            stack.extend(module._modules.values())
-            for own in (module._parameters, module._buffers):
-                yield from (t for t in own.values() if t is not None)
+            own = vars(module)
+            stack.extend(own["_modules"].values())
+            yield from (t for kind in ("_parameters", "_buffers") for t in own[kind].values() if t is not None)
 
 
 def _sees_both_sides(model: nn.Module) -> bool:
