@@ -261,6 +261,12 @@ def test_quantize_from(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(json.loads(capsys.readouterr().out)["results"]) == 2
 
 
+def test_a_full_disk_is_told_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert run("quantize", "demo", "-o", str(tmp_path / "out")) == 1
+    assert "bytes, and 1,000 are free" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

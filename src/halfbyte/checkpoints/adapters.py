@@ -145,12 +145,12 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
 def _read_beside(folder: Path) -> dict[str, Any] | None:
     """The quantization described by a file next to a config.json that does not mention it."""
     for name, method in (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq")):
-        found = _read_json(folder / name)
-        if method == "modelopt" and isinstance(found, dict):
-            found = found.get("quantization")
-        if isinstance(found, dict):
-            return {"quant_method": method, **found}
-        if found is not None or (folder / name).exists():
+        content = _read_json(folder / name)
+        if method == "modelopt" and isinstance(content, dict):
+            content = content.get("quantization")
+        if isinstance(content, dict):
+            return {"quant_method": method, **content}
+        if content is not None or (folder / name).exists():
             raise CheckpointError(f"{folder / name}: it does not describe a quantization")
     return None
 

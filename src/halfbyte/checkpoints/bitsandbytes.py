@@ -64,8 +64,8 @@ class BitsAndBytes(Adapter):
         self.nested = config.get("bnb_4bit_use_double_quant") is True
 
     def expected(self) -> Format | None:
-        found = [f for f in WEIGHT_FORMATS.values() if f.code == self.code and f.scale is not None]
-        return next((f for f in found if f.scale is not None and (f.scale.nested is not None) is self.nested), None)
+        formats = [f for f in WEIGHT_FORMATS.values() if f.code == self.code and f.scale is not None]
+        return next((f for f in formats if f.scale is not None and (f.scale.nested is not None) is self.nested), None)
 
     def rows(self, layer: StoredLayer) -> int:
         info = layer.info("weight")

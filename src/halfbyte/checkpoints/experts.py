@@ -70,11 +70,11 @@ def _common_format(name: str, weights: Sequence[tuple[str, QuantTensor]]) -> For
     code: Code | None = INT4 if codes == {INT4, INT4_SYM} else codes.pop() if len(codes) == 1 else None
     scales = [fmt.scale for fmt in formats if fmt.scale is not None]
     storage = torch.float32 if any(scale.storage is torch.float32 for scale in scales) else torch.float16
-    found = None if code is None else widest_format(code, storage, min(scale.group or weights[0][1].shape[1] for scale in scales))
-    if found is None:
+    widest = None if code is None else widest_format(code, storage, min(scale.group or weights[0][1].shape[1] for scale in scales))
+    if widest is None:
         layers = ", ".join(f"{layer} is {fmt}" for fmt, layer in formats.items())
         raise Unsupported(f"{name}: no format holds its parts exactly: {layers}; quantize the 16-bit model instead")
-    return found
+    return widest
 
 
 def _parts(name: str, weights: Weights, fmt: Format, rows: torch.Tensor, ordered: bool) -> dict[str, torch.Tensor]:

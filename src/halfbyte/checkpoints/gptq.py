@@ -79,10 +79,10 @@ class Gptq(Adapter):
 
     def _bits(self, layer: StoredLayer, rows: int, k: int) -> int:
         """The bits of a code: those of the configuration, or what the tensor of a single layer says."""
-        found = next((bits for bits in range(2, 9) if rows == words(k, bits)), self.bits)
-        if found not in (4, 8):
-            raise Unsupported(f"{layer.name}.qweight holds {found}-bit codes; halfbyte reads 4 and 8 bits")
-        return self.bits if self.uniform else found
+        width = next((bits for bits in range(2, 9) if rows == words(k, bits)), self.bits)
+        if width not in (4, 8):
+            raise Unsupported(f"{layer.name}.qweight holds {width}-bit codes; halfbyte reads 4 and 8 bits")
+        return self.bits if self.uniform else width
 
     def _groups(self, layer: StoredLayer) -> torch.Tensor | None:
         """The group of each column; None for columns in order: no tensor, an empty one, or one that was never filled."""
@@ -105,8 +105,8 @@ class Gptq(Adapter):
 def dynamic(config: Mapping[str, Any]) -> Overrides | None:
     """The settings of single layers that GPTQModel writes."""
     rules = setting(config, "dynamic", dict, {}).items()
-    found = ((re.sub(r"^[+-]:", "", rule), {} if rule.startswith("-:") else settings(own, rule)) for rule, own in rules)
-    return Overrides({}, tuple((expression(pattern, anchored=True), own) for pattern, own in found)) if rules else None
+    pairs = ((re.sub(r"^[+-]:", "", rule), {} if rule.startswith("-:") else settings(own, rule)) for rule, own in rules)
+    return Overrides({}, tuple((expression(pattern, anchored=True), own) for pattern, own in pairs)) if rules else None
 
 
 def _check_symmetric(layer: StoredLayer, stored: torch.Tensor, bits: int) -> None:

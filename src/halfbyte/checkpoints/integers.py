@@ -87,14 +87,14 @@ def _code(layer: StoredLayer, bits: int, *, symmetric: bool) -> Code:
 def _format(layer: StoredLayer, code: Code, group: int | None, stored: torch.dtype) -> Format:
     """The format with the widest groups that `group` is a multiple of; whole rows for None, if there is such a format."""
     fits, size = _fitting(code, stored), layer.in_features if group is None else group
-    found = _widest(fits, group, size)
-    if found is None:
-        known = ", ".join(str(f.scale.group) for f in fits if f.scale is not None and f.scale.group)
+    widest = _widest(fits, group, size)
+    if widest is None:
+        sizes = ", ".join(str(f.scale.group) for f in fits if f.scale is not None and f.scale.group)
         raise Unsupported(
             f"{layer.name}: {code.bits}-bit codes in groups of {size} with scales that need {stored}; halfbyte reads "
-            + (f"multiples of {known}" if known else f"{code.bits}-bit codes with scales that fp16 holds exactly")
+            + (f"multiples of {sizes}" if sizes else f"{code.bits}-bit codes with scales that fp16 holds exactly")
         )
-    return found
+    return widest
 
 
 def _fitting(code: Code, stored: torch.dtype) -> list[Format]:

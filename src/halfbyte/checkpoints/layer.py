@@ -40,8 +40,8 @@ class StoredLayer:
         if info is None:
             raise CheckpointError(f"{self.name}.{part} is missing; a layer of {self.out_features} x {self.in_features} needs it")
         if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in dtypes:
-            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            self.refuse(part, f"is {str(info.dtype).removeprefix('torch.')} {list(info.shape)}; expected {wanted} {list(shape)}")
+            types = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            self.refuse(part, f"is {str(info.dtype).removeprefix('torch.')} {list(info.shape)}; expected {types} {list(shape)}")
         stored = info.detach().to("cpu", copy=True) if isinstance(info, torch.Tensor) else read_tensor(info)
         return stored.reshape(shape)
 
@@ -124,8 +124,8 @@ class Adapter(ABC):
     def layers(self, names: Iterable[str]) -> list[str]:
         """The quantized layers among the tensor names of the files: those with any tensor that a plain layer has not."""
         ends = tuple(f".{part}" for part in (self.marker, *self.parts) if part != "weight")
-        found = ((name, next((end for end in ends if name.endswith(end)), None)) for name in names)
-        return list(dict.fromkeys(name.removesuffix(end) for name, end in found if end is not None))
+        pairs = ((name, next((end for end in ends if name.endswith(end)), None)) for name in names)
+        return list(dict.fromkeys(name.removesuffix(end) for name, end in pairs if end is not None))
 
     def rows(self, layer: StoredLayer) -> int:
         """The out features of a layer, of which only the in features are known; `convert` checks them."""

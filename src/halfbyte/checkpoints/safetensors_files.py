@@ -193,10 +193,10 @@ def json_object(file: Path | str, raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("a key appears twice")
-    return made
+    return values
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -213,9 +213,9 @@ def _entry(file: Path, name: str, entry: object, data: int, size: int) -> Tensor
     if not _counts(shape) or len(shape) > MAX_RANK or not _counts(offsets) or len(offsets) != 2:
         _damaged(file, f"{_short(name)} has a shape or offsets that are no lists of sizes")
     begin, end = offsets
-    wanted = math.prod(shape) * DTYPES[dtype].itemsize
-    if not 0 <= begin <= end <= size - data or end - begin != wanted:
-        _damaged(file, f"{_short(name)} needs {wanted} bytes for its shape and lies at {begin} to {end} of {size - data}")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if not 0 <= begin <= end <= size - data or end - begin != nbytes:
+        _damaged(file, f"{_short(name)} needs {nbytes} bytes for its shape and lies at {begin} to {end} of {size - data}")
     return TensorInfo(file, DTYPES[dtype], tuple(shape), data + begin, data + end)
 
 

@@ -233,6 +233,10 @@ def quantize(
     from halfbyte.hf.weights import packed_share
     from halfbyte.paths import resolve_model
 
+    folder = resolve_model(model or source or "") if model or source else ""
+    least = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) // 8 if folder else 0  # no format is smaller
+    free = shutil.disk_usage(output.absolute().parent).free
+    check(free > least, f"output={str(output)!r} cannot be written: it takes more than {least:,} bytes, and {free:,} are free")
     head = None if lm_head == "bf16" else lm_head
     made = _quantized(
         model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head, dtype=dtype

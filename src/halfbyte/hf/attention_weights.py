@@ -178,11 +178,11 @@ def layers_to_rotate(model: Any, config: Any) -> list[tuple[nn.Linear, nn.Linear
         raise Unsupported(
             f"rotate_values=True: the model clips values (clip_qkv={config.clip_qkv}), which does not commute with it"
         )
-    found = [_projections(block, number, config, dim) for number, block in enumerate(blocks(model))]
-    weights = {linear.weight.data_ptr() for pair in found for linear in pair}
-    if not found or len(weights) < 2 * len(found):
+    pairs = [_projections(block, number, config, dim) for number, block in enumerate(blocks(model))]
+    weights = {linear.weight.data_ptr() for pair in pairs for linear in pair}
+    if not pairs or len(weights) < 2 * len(pairs):
         raise Unsupported("rotate_values=True: no layers, or layers that share their weights")
-    return found
+    return pairs
 
 
 def unfolded(model: Any) -> str:

@@ -108,10 +108,10 @@ def load(
     dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
     check_options(options, quantize)
-    if not isinstance(skipped := options.get("skip_modules", ""), str):  # which quantize refuses
-        options["skip_modules"] = tuple(skipped)  # read more than once
-    known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
-    check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
+    if not isinstance(skips := options.get("skip_modules", ""), str):  # which quantize refuses
+        options["skip_modules"] = tuple(skips)  # read more than once
+    valid = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
+    check(valid, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
     check_folder(folder)
     if (folder / "adapter_config.json").exists():  # transformers would load another model, which it names, and files not looked at
@@ -121,7 +121,7 @@ def load(
         )
     checkpoint = open_checkpoint(folder)
     check_layers(folder / "config.json", len(checkpoint.infos))
-    adapter, skipped = checkpoint.adapter, options.get("skip_modules", ())
+    adapter, skips = checkpoint.adapter, options.get("skip_modules", ())
     if isinstance(adapter, Expanded):
         _ask(adapter, folder, weights, options)
     elif checkpoint.quantized and weights is not None:
@@ -131,28 +131,28 @@ def load(
         )
     empty = _build_empty(folder, checkpoint.infos)
     try:
-        external = None if adapter is None else ExternalCheckpoint(checkpoint, adapter, empty, skipped)
+        external = None if adapter is None else ExternalCheckpoint(checkpoint, adapter, empty, skips)
         _check_tensors(folder, empty, checkpoint.infos if external is None else external.plain)
         if external is not None:
-            model, found = external.load(dtype)
+            model, report = external.load(dtype)
         elif checkpoint.overlay:  # of which transformers would take what it reads last
             state = {name: _Stored(info) for name, info in checkpoint.infos.items()}
-            model, found = from_state(type(empty), folder, read_config(folder), state, dtype)
+            model, report = from_state(type(empty), folder, read_config(folder), state, dtype)
         else:
-            model, found = type(empty).from_pretrained(
+            model, report = type(empty).from_pretrained(
                 folder, config=read_config(folder), dtype=dtype, use_safetensors=True, output_loading_info=True
             )
     except (HalfbyteError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # transformers meets a damaged folder with whatever its code runs into
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
-    _check_complete(folder, found)
+    _check_complete(folder, report)
     rest, options = weights, dict(options)
-    if isinstance(adapter, Expanded) and not select(model, skipped):  # no linear layer was in 16 bits in the files
+    if isinstance(adapter, Expanded) and not select(model, skips):  # no linear layer was in 16 bits in the files
         rest = None
         options = {name: x for name, x in options.items() if options.get("lm_head") or name not in ("clip", "skip_modules")}
-    cached = any(x is not None for x in (keys, values, options.get("plan")))
-    if rest is not None or cached or any(options.get(name) for name in ("lm_head", "rotate_values", "fuse_qkv", "fuse_gate_up")):
+    has_cache = any(x is not None for x in (keys, values, options.get("plan")))
+    if rest is not None or has_cache or any(options.get(name) for name in ("lm_head", "rotate_values", "fuse_qkv", "fuse_gate_up")):
         quantize(model, rest, keys, values, **options)
     elif options and weights is None:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
@@ -216,18 +216,18 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> Any:
         raise
     except Exception as error:  # transformers meets a damaged configuration with whatever its arithmetic runs into
         raise CheckpointError(f"{folder}: transformers cannot build the model that config.json describes: {error}") from error
-    wanted = sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
     names = {name for name, _ in model.named_parameters()}
-    held = sum(math.prod(i.shape) * _PACKED.get(i.dtype, 1) for i in infos.values())
-    if wanted > 2 * held:  # less than that is found and named while loading
+    room = sum(math.prod(i.shape) * _PACKED.get(i.dtype, 1) for i in infos.values())
+    if count > 2 * room:  # less than that is found and named while loading
         raise CheckpointError(
-            f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
+            f"{folder}: config.json describes {count:,} parameters, the files hold at most {room:,}: missing keys"
         )
-    unnamed = sum(p.numel() for name, p in model.named_parameters() if name not in infos)
+    missing = sum(p.numel() for name, p in model.named_parameters() if name not in infos)
     spare = sum(math.prod(i.shape) * _PACKED.get(i.dtype, 1) for name, i in infos.items() if name not in names)
-    if unnamed > spare + SPARE:
+    if missing > spare + SPARE:
         raise CheckpointError(
-            f"{folder}: config.json describes {unnamed:,} parameters under names that the files lack, whose other tensors hold at "
+            f"{folder}: config.json describes {missing:,} parameters under names that the files lack, whose other tensors hold at "
             f"most {spare:,}: missing keys"
         )
     tables, read = sum(b.nbytes for b in model.buffers()), sum(i.end - i.start for i in infos.values())
@@ -251,10 +251,10 @@ def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo])
             raise CheckpointError(f"{folder}: {name} is stored as {info.dtype}; expected float16, bfloat16, float32 or float64")
 
 
-def _check_complete(folder: Path, found: dict[str, Any]) -> None:
+def _check_complete(folder: Path, report: dict[str, Any]) -> None:
     """Raise for missing tensors: transformers only warns, and fills them at random."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
-        if names := sorted(str(n) for n in found.get(kind) or () if kind != "unexpected_keys" or not DRAFTS.search(str(n))):
+        if names := sorted(str(n) for n in report.get(kind) or () if kind != "unexpected_keys" or not DRAFTS.search(str(n))):
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if names[5:] else ''}")
 
 
@@ -273,9 +273,9 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        path = Path(snapshot_download(str(folder_or_id), allow_patterns=wanted))
+        path = Path(snapshot_download(str(folder_or_id), allow_patterns=patterns))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {_one_line(error)}") from error
     if "gguf" in str(folder_or_id).lower() and not any(path.glob("*.safetensors")):

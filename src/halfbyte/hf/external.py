@@ -112,15 +112,15 @@ class StoredNames:
 
     def sources(self, layers: Iterable[str]) -> list[Source]:
         """Quantized layers of the files, by what they are put together to."""
-        found: dict[str, Source] = {}
+        sources: dict[str, Source] = {}
         for layer in sorted(layers, key=dot_natural_key):
             first, pattern = self._place(f"{layer}.weight")
             converter = None if pattern is None else self._by_pattern[pattern]
-            source = found.setdefault(first, Source(first, converter))
+            source = sources.setdefault(first, Source(first, converter))
             if converter is not source.converter or (converter is None and source.layers):
                 raise CheckpointError(f"{layer} and {source.names[0]} are both in the files, and both are {first} of the model")
             source.layers.setdefault(pattern or "", []).append(layer)
-        return list(found.values())
+        return list(sources.values())
 
     def rows(self, source: Source) -> dict[str, torch.Tensor]:
         """{name of a target: for each of its rows, the row of the source's layers, one below the other}: [N], or [E, N] of experts.
@@ -162,10 +162,10 @@ class StoredNames:
     def _place(self, name: str) -> tuple[str, str | None]:
         """(parameter, source pattern of a converter), as transformers finds them."""
         prefix = self._model.base_model_prefix
-        found = rename_source_key(name, self._renamings, self._converters, prefix, self._state)
-        if found[0] not in self._state and name in self._state:
-            found = rename_source_key(name, [], [], prefix, self._state)
-        return found  # type: ignore[no-any-return]
+        place = rename_source_key(name, self._renamings, self._converters, prefix, self._state)
+        if place[0] not in self._state and name in self._state:
+            place = rename_source_key(name, [], [], prefix, self._state)
+        return place  # type: ignore[no-any-return]
 
     def _check_experts(self, source: Source, target: Target) -> None:
         """Raise unless every expert of a mixture is there."""
@@ -215,11 +215,11 @@ def _some(names: list[str]) -> str:
 
 def from_state(kind: Any, folder: Path, config: Any, state: dict[str, Any], dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:
     """(the model of class `kind` from tensors of a folder, what transformers says about missing and unexpected ones)."""
-    model, said = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    model, report = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, said
+    return model, report
 
 
 class ExternalCheckpoint:
@@ -287,9 +287,9 @@ class ExternalCheckpoint:
             del config.quantization_config
         if formats:
             config.quantization_config = HalfbyteConfig(modules=formats, act_order=act_order).to_dict()
-        model, said = from_state(type(self.model), self.folder, config, state, dtype)
+        model, report = from_state(type(self.model), self.folder, config, state, dtype)
         warn_about_rest(model)
-        return model, said
+        return model, report
 
     def _weights(self) -> Iterator[tuple[str, QuantTensor]]:
         """(the model's name, the weight) of everything that is quantized, one after the other."""

@@ -137,11 +137,11 @@ def layout(module: Any) -> Any:
 
 def projections(module: Any) -> tuple[str, str] | None:
     """The names of the two projections of a mixture of experts; None for any other module."""
-    if (kept := layout(module)) is None:
+    if (kind := layout(module)) is None:
         return None
-    names = ("gate_up_proj" if kept.has_gate else "up_proj", "down_proj")
-    found = [getattr(module, name, None) for name in names]
-    stacked = all(isinstance(t, QuantExperts) or (isinstance(t, torch.Tensor) and t.ndim == 3) for t in found)
+    names = ("gate_up_proj" if kind.has_gate else "up_proj", "down_proj")
+    stacks = [getattr(module, name, None) for name in names]
+    stacked = all(isinstance(t, QuantExperts) or (isinstance(t, torch.Tensor) and t.ndim == 3) for t in stacks)
     return names if stacked else None
 
 
@@ -233,8 +233,8 @@ def fusible(module: Any) -> Activation | None:
     with torch.no_grad():
         expected = module._apply_gate(pairs).double()
         candidates = itertools.product(KINDS, [1.0, _ALPHA, *numbers], [math.inf, *numbers], _SHIFTS)
-        made = (Activation(*each) for each in candidates)  # type: ignore[arg-type]
-        return next((a for a in made if torch.allclose(a(pairs), expected, rtol=1e-5, atol=1e-5)), None)
+        activation = (Activation(*each) for each in candidates)  # type: ignore[arg-type]
+        return next((a for a in activation if torch.allclose(a(pairs), expected, rtol=1e-5, atol=1e-5)), None)
 
 
 def forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:

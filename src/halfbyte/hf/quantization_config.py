@@ -69,15 +69,15 @@ def _register_targets(tuners: Any) -> None:
 
     @functools.wraps(search)
     def targets(config: Any, model: nn.Module) -> Any:
-        named = getattr(config, "target_modules", None)
-        everything = isinstance(named, str) and named.lower() == tuners.INCLUDE_LINEAR_LAYERS_SHORTHAND
+        pattern = getattr(config, "target_modules", None)
+        everything = isinstance(pattern, str) and pattern.lower() == tuners.INCLUDE_LINEAR_LAYERS_SHORTHAND
         config = search(config, model)
         head = getattr(model, "get_output_embeddings", lambda: None)()
         layers = {name for name, m in model.named_modules() if isinstance(m, QuantLinear) and m is not head}
-        chosen = layers if everything else {name for name in layers if tuners.check_target_module_exists(config, name)}
+        matches = layers if everything else {name for name in layers if tuners.check_target_module_exists(config, name)}
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if chosen and kind != "LORA":
-            raise Unsupported(f"peft_type={kind}: quantized layers take LoRA adapters only ({min(chosen)} is one); use LoraConfig")
+        if matches and kind != "LORA":
+            raise Unsupported(f"peft_type={kind}: quantized layers take LoRA adapters only ({min(matches)} is one); use LoraConfig")
         if everything:
             config.target_modules = {*config.target_modules, *layers}
         return config
@@ -133,8 +133,8 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds."""
-        made = {"quant_method": OWN, "version": self.version, "modules": dict(self.modules)}
-        return {**made, "act_order": list(self.act_order)} if self.act_order else made
+        entries = {"quant_method": OWN, "version": self.version, "modules": dict(self.modules)}
+        return {**entries, "act_order": list(self.act_order)} if self.act_order else entries
 
 
 def check_options(options: dict[str, Any], function: Callable[..., Any]) -> None:

@@ -74,11 +74,11 @@ def footprint(model: Any) -> str:
 
     Peaks are those of the process so far: torch's allocator on each GPU of the model, and resident memory.
     """
-    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    every = {id(t): t for t in (*model.parameters(), *model.buffers())}
     packed = {id(p): p for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
     if not packed or all(t.is_meta for t in packed.values()):  # a rehearsal on the meta device takes nothing
         return ""
-    total, inside = (sum(t.nbytes for t in tensors.values()) for tensors in ({**held, **packed}, packed))
+    total, inside = (sum(t.nbytes for t in tensors.values()) for tensors in ({**every, **packed}, packed))
     return (
         f"halfbyte: {type(model).__name__} takes {_size(total)}, {inside / total:.1%} of it packed ({packed_share(model):.1%} of "
         f"its weights); peak memory of this process: {', '.join(_peaks(model))}"
@@ -87,8 +87,8 @@ def footprint(model: Any) -> str:
 
 def _peaks(model: nn.Module) -> list[str]:
     devices = {t.device for t in model.parameters() if t.is_cuda}
-    found = [f"{_size(torch.cuda.max_memory_allocated(d))} on {d}" for d in sorted(devices, key=str)]
-    return [*found, f"{_size(peak)} on the host" if (peak := resident_peak()) else "unknown on the host"]
+    peaks = [f"{_size(torch.cuda.max_memory_allocated(d))} on {d}" for d in sorted(devices, key=str)]
+    return [*peaks, f"{_size(peak)} on the host" if (peak := resident_peak()) else "unknown on the host"]
 
 
 def resident_peak() -> int | None:
@@ -289,14 +289,14 @@ def _check_weights_are_plain(model: Any, options: Mapping[str, Any]) -> None:
     own = isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig)
     if own and (weights is None or select(model, options["skip_modules"])):
         return
-    asked = f"lm_head={lm_head!r}" if weights is None else f"weights={weights!r}"
-    named = getattr(model, "quantization_method", "unknown")
-    method = str(getattr(named, "value", named))  # an Enum or a string
+    option = f"lm_head={lm_head!r}" if weights is None else f"weights={weights!r}"
+    label = getattr(model, "quantization_method", "unknown")
+    method = str(getattr(label, "value", label))  # an Enum or a string
     advice = {
         "gguf": "load it with quantization_config=transformers.GgufConfig(dequantize=True)",
         "fp8": "load it with quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
-    }.get(method, f"leave {asked.partition('=')[0]} out")
-    raise InvalidArgument(f"{asked}: the model's weights are quantized already ({method}); {advice}")
+    }.get(method, f"leave {option.partition('=')[0]} out")
+    raise InvalidArgument(f"{option}: the model's weights are quantized already ({method}); {advice}")
 
 
 def _held_quantizer(model: Any) -> bool:

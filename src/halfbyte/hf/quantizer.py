@@ -155,25 +155,25 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         self._own_names = infos is not None and bool(self.quantization_config.modules)
         for name in infos or ():
             self._check_stored(name)
-        known = targets(model)
-        self._name_base(model, known)
+        weights = targets(model)
+        self._name_base(model, weights)
         config = self.quantization_config
         ties = {name.removesuffix(".weight") for name in getattr(model, "all_tied_weights_keys", None) or {}}
-        if tied := sorted(ties & config.modules.keys()):
+        if both := sorted(ties & config.modules.keys()):
             raise CheckpointError(
-                f"quantization_config names {tied[0]!r}, which config.json ties to the embedding; set tie_word_embeddings to false"
+                f"quantization_config names {both[0]!r}, which config.json ties to the embedding; set tie_word_embeddings to false"
             )
         for name in config.modules:
-            self._check_named(name, known, infos)
-        made: dict[Target, QuantLayer] = {}
-        for name, target in known.items():
+            self._check_named(name, weights, infos)
+        layers: dict[Target, QuantLayer] = {}
+        for name, target in weights.items():
             if name in config.modules:
-                if target not in made:
-                    made[target] = target.empty(WEIGHT_FORMATS[config.modules[name]], name in config.act_order)
-                replace(model, name, made[target])
+                if target not in layers:
+                    layers[target] = target.empty(WEIGHT_FORMATS[config.modules[name]], name in config.act_order)
+                replace(model, name, layers[target])
         stops = {rf"^{re.escape(name)}$" for name, info in (infos or {}).items() if info.shape == STOP}
-        known = model._keys_to_ignore_on_load_unexpected  # a set; in older versions of transformers a list or None
-        model._keys_to_ignore_on_load_unexpected = known | stops if isinstance(known, set) else [*(known or ()), *sorted(stops)]
+        ignore = model._keys_to_ignore_on_load_unexpected  # a set; in older versions of transformers a list or None
+        model._keys_to_ignore_on_load_unexpected = ignore | stops if isinstance(ignore, set) else [*(ignore or ()), *sorted(stops)]
         return model
 
     def _check_stored(self, name: str) -> None:

@@ -99,16 +99,16 @@ class Target:
 
 def targets(model: nn.Module) -> dict[str, Target]:
     """Name -> weight, of every linear layer and every mixture of a model that is not quantized yet."""
-    found: dict[str, Target] = {}
+    weights: dict[str, Target] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if (size := linear_size(module)) is not None:
-            found[name] = Target(module, size)
+            weights[name] = Target(module, size)
         elif is_sorted(module):
-            found[name] = Target(module, (*module.weight.shape,))
+            weights[name] = Target(module, (*module.weight.shape,))
         for projection in projections(module) or ():
             if isinstance(getattr(module, projection), torch.Tensor):
-                found[f"{name}.{projection}"] = Target(module, stack_shape(module, projection), projection)
-    return found
+                weights[f"{name}.{projection}"] = Target(module, stack_shape(module, projection), projection)
+    return weights
 
 
 def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
@@ -127,11 +127,11 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
     for skip in skips:
         if skip != "lm_head" and not any(is_skipped(name, [skip]) for name in names):
             raise InvalidArgument(f"skip_modules names {skip!r}, and {type(model).__name__} has no module of that name")
-    found = {name: target for name, target in every.items() if id(target.owner) in inside}
-    if not found and not any(isinstance(m, QuantLayer) for m in model.modules()):
+    weights = {name: target for name, target in every.items() if id(target.owner) in inside}
+    if not weights and not any(isinstance(m, QuantLayer) for m in model.modules()):
         raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantize")
-    stay = {id(t.owner) for name, t in found.items() if is_skipped(name, skips) or _stays(name)}
-    return {name: target for name, target in found.items() if id(target.owner) not in stay}
+    stay = {id(t.owner) for name, t in weights.items() if is_skipped(name, skips) or _stays(name)}
+    return {name: target for name, target in weights.items() if id(target.owner) not in stay}
 
 
 def _stays(name: str) -> bool:
@@ -190,26 +190,26 @@ def quantize_modules(model: Any, chosen: Mapping[str, tuple[Target, Format]], cl
 def find_lm_head(model: Any, fmt: Format, skip_modules: Iterable[str] = ()) -> dict[str, Target]:
     """Name -> weight of the output layer; raises where it is none that `fmt` can replace, or one that `skip_modules` leaves."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head, family, asked = find(), type(model).__name__, f"lm_head={fmt.name!r}"
+    head, family, option = find(), type(model).__name__, f"lm_head={fmt.name!r}"
     if isinstance(head, QuantLayer):
-        raise InvalidArgument(f"{asked}: the output layer is quantized already ({head.format.name}); leave lm_head out")
-    found = {name: target for name, target in targets(model).items() if target.owner is head and not target.projection}
-    if not found:
-        raise Unsupported(f"{asked}: {family} has no single linear output layer (get_output_embeddings)")
-    for name, target in found.items():
+        raise InvalidArgument(f"{option}: the output layer is quantized already ({head.format.name}); leave lm_head out")
+    heads = {name: target for name, target in targets(model).items() if target.owner is head and not target.projection}
+    if not heads:
+        raise Unsupported(f"{option}: {family} has no single linear output layer (get_output_embeddings)")
+    for name, target in heads.items():
         fmt.check_shape(target.shape, f"lm_head: {name}.weight {list(target.shape)}")
-    skipped = [name for name in found if is_skipped(name, skip_modules)]
-    check(not skipped, f"{asked} quantizes what skip_modules leaves in 16 bits ({skipped}); name it once")
+    left = [name for name in heads if is_skipped(name, skip_modules)]
+    check(not left, f"{option} quantizes what skip_modules leaves in 16 bits ({left}); name it once")
     both = {id(head.weight), id(model.get_input_embeddings().weight)}  # one, or, before the weights are read, two
     shares = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in both}
     ties = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     others = sorted({name for tie in ties for name in tie} - shares)
     if others or (is_tied(model) and getattr(model.config, "is_encoder_decoder", False)):
         raise Unsupported(
-            f"{asked}: {family} ties more to its output layer than the embedding ({', '.join(others) or 'an encoder'}), which "
+            f"{option}: {family} ties more to its output layer than the embedding ({', '.join(others) or 'an encoder'}), which "
             f"a head of its own would separate; leave lm_head out"
         )
-    return found
+    return heads
 
 
 def is_tied(model: Any) -> bool:
