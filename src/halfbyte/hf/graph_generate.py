@@ -116,8 +116,16 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         "the model, or its input, lies on several devices": len({t.device for t in (*tensors_of(model), input_ids)}) > 1,
         "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
+        "prefix tuning makes a cache of its own": _adapter(model) == "PREFIX_TUNING",
     }
     return next((reason for reason, holds in found.items() if holds), None)
+
+
+def _adapter(model: Any) -> str:
+    """The kind of adapter of PEFT whose `generate()` is running, "" for none: PEFT puts its own method into the model's place."""
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    kind = getattr(getattr(owner, "active_peft_config", None), "peft_type", "")
+    return str(getattr(kind, "value", kind))
 
 
 def _drafts(config: Any, given: dict[str, Any]) -> int:
