@@ -14,7 +14,6 @@ from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._decode_on_gpu import DECODE
 from halfbyte.ops._library import can_bypass_dispatcher, level, refuse_capture
-from halfbyte.ops._per_sequence import attend_chunks, attend_per_sequence
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
@@ -36,8 +35,8 @@ def _run(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         return gpu.run(call, compiled=True)
     refuse_capture("decode_attention", call.q.device)
     if call.cu_seqlens_q is not None:
-        return attend_chunks(_LEVELS[call.impl].chunk_attention, call, QUERY_BLOCK)
-    return attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
+        return _attend_chunks(_LEVELS[call.impl].chunk_attention, call, QUERY_BLOCK)
+    return _attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
 
 
 def _fake(call: DecodeCall) -> Results:
@@ -214,3 +213,71 @@ def checked(call: DecodeCall) -> DecodeCall:
         block_size(keys.dim)
     starts, query_start = (None if t is None else as_int32(t) for t in (o.starts, call.query_start))
     return call._replace(query_start=query_start, options=o if o.starts is None else o._replace(starts=starts))
+
+
+# ------------------------------------------------------------------------------------------------- torch code, by sequence
+
+# For results that do not depend on the rest of the batch: torch's GEMMs sum in another order for another batch, and levels split
+# tokens according to the whole batch.
+
+
+def _attend_per_sequence(attend: Callable[[DecodeCall], Results], call: DecodeCall) -> Results:
+    """`attend` of each sequence alone, on a contiguous copy of its queries and no more of the cache than it fills."""
+    outs, lses = [], []
+    for b, length in enumerate(call.lengths.tolist()):
+        q = call.q[b : b + 1].clone(memory_format=torch.contiguous_format)
+        out, lse = attend(_alone(call, b, length)._replace(q=q, query_start=_cut(call.query_start, slice(b, b + 1))))
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend_chunks(attend: Callable[[DecodeCall, int], Results], call: DecodeCall, most: int) -> Results:
+    """Ragged queries: `attend` of at most `most` consecutive ones of a sequence (`reference.chunk_attention`) at a time."""
+    assert call.cu_seqlens_q is not None
+    results = out, lse = call.new_results()
+    out.zero_()
+    lse.fill_(-torch.inf)
+    bounds = call.cu_seqlens_q.clamp(0, call.q.shape[2]).tolist()
+    for b, (first, last, length) in enumerate(zip(bounds, bounds[1:], call.lengths.tolist(), strict=False)):
+        own = _alone(call, b, length)
+        for begin in range(first, last, most):
+            chunk = slice(begin, min(begin + most, last))
+            parts = attend(own._replace(q=call.q[:, :, chunk]), length - last + begin)
+            for whole, part in zip(results, parts, strict=True):
+                whole[:, :, chunk] = part
+    return results
+
+
+def _alone(call: DecodeCall, b: int, length: int) -> DecodeCall:
+    """The call with the memory and the options of sequence b, and no more of the cache than it fills."""
+    keys, table, options, own = call.keys, call.page_table, call.options, slice(b, b + 1)
+    unit = keys.codes.shape[2] if table is not None else keys.format.token_block or 1
+    units = -(-max(length, 0) // max(unit, 1))  # the host does not know lengths in a GPU's memory
+    tokens = None if table is not None else units * unit
+    return call._replace(
+        keys=_of_sequence(keys, own, tokens),
+        values=_of_sequence(call.values, own, tokens),
+        lengths=call.lengths[own],
+        page_table=None if table is None else table[own, :units],
+        options=options._replace(starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
+    )
+
+
+def _of_sequence(buffer: KVBuffer, own: slice, tokens: int | None) -> KVBuffer:
+    """The part of a buffer that belongs to one sequence: its tail, and its first tokens (None: they are in a pool of pages)."""
+    codes, scales, offsets, tail = buffer.tensors()
+    if tokens is not None:
+        count = tokens // (buffer.format.token_block or 1)
+        codes = codes[own, :, :tokens]
+        scales, offsets = (t if t is None or t.ndim == 1 else _rows(t, own, count) for t in (scales, offsets))
+    return KVBuffer(buffer.format, codes, scales, offsets, _cut(tail, own), sink_tokens=buffer.sink_tokens)
+
+
+def _rows(t: torch.Tensor, own: slice, count: int) -> torch.Tensor:
+    """The first scales or offsets of a sequence: of whole tokens [B, T], else [B, H, T, ...]."""
+    return t[own, :count] if t.ndim == 2 else t[own, :, :count]
+
+
+def _cut(t: torch.Tensor | None, own: slice) -> torch.Tensor | None:
+    return None if t is None else t[own]
