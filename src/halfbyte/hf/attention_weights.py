@@ -26,7 +26,7 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format
-from halfbyte.hf.model_support import blocks, head_dims, kv_heads, one_each, text_config
+from halfbyte.hf.model_support import Decoder, one_each
 from halfbyte.nn import QuantLinear, dense_weight
 from halfbyte.reference.hadamard import block_size, check_rotation, rotate
 
@@ -56,28 +56,27 @@ def key_biases(model: nn.Module, rotate_keys: bool | Sequence[bool] = False) -> 
 
     rotate_keys: whether keys are to be Hadamard-rotated, in all layers or in each; it changes `ratio`.
     """
-    config = text_config(model)
-    return list(_biases(model, config, one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))))
+    decoder = Decoder(model)
+    return list(_biases(decoder, one_each("rotate_keys", rotate_keys, int(decoder.config.num_hidden_layers))))
 
 
-def _biases(model: nn.Module, config: Any, rotations: Sequence[bool]) -> Iterator[KeyBias]:
-    """`key_biases` for the configuration of the decoder and a rotation in each layer."""
-    for layer, block in enumerate(blocks(model)):
-        heads = kv_heads(config, layer)
-        for projection, rows in _key_projections(block, config, heads):
+def _biases(decoder: Decoder, rotations: Sequence[bool]) -> Iterator[KeyBias]:
+    """`key_biases` for a rotation in each layer."""
+    for layer, (block, heads) in enumerate(zip(decoder.blocks, decoder.kv_heads, strict=True)):
+        for projection, rows in _key_projections(block, decoder.config, heads):
             bias, weight = _rows(projection, rows)
             if bias is not None and weight is not None:
                 yield _measure(layer, bias, weight, _gain(block), heads, rotations[layer])
 
 
-def check_key_bias(model: nn.Module, config: Any, keys: Sequence[Format], rotate_keys: Sequence[bool]) -> list[KeyBias]:
+def check_key_bias(decoder: Decoder, keys: Sequence[Format], rotate_keys: Sequence[bool]) -> list[KeyBias]:
     """Warn about layers whose keys have 4 bits or fewer and scales per token that their bias ruins; returns them.
 
-    config: of the decoder; keys, rotate_keys: of each layer.
+    keys, rotate_keys: of each layer.
     """
     if not any(_is_ruined(fmt) for fmt in keys):
         return []
-    bad = [b for b in _biases(model, config, rotate_keys) if b.ratio > 1 and _is_ruined(keys[b.layer])]
+    bad = [b for b in _biases(decoder, rotate_keys) if b.ratio > 1 and _is_ruined(keys[b.layer])]
     if bad:
         worst = max(bad, key=lambda b: b.ratio)
         fmt = keys[worst.layer]
@@ -160,15 +159,13 @@ SAVED = "halfbyte_rotated_values"
 _ELSEWHERE = {"q_proj", "k_proj", "q_norm", "k_norm", "rotary_emb", "sinks"}
 
 
-def layers_to_rotate(model: Any, config: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """(v_proj, o_proj) of every layer to fold into; none if it is done already. Raises `Unsupported` with the reason.
-
-    config: of the decoder.
-    """
-    if getattr(model.config, SAVED, False):
+def layers_to_rotate(decoder: Decoder) -> list[tuple[nn.Linear, nn.Linear]]:
+    """(v_proj, o_proj) of every layer to fold into; none if it is done already. Raises `Unsupported` with the reason."""
+    config = decoder.config
+    if getattr(decoder.model.config, SAVED, False):
         return []
     try:
-        dim, _ = head_dims(config)[1], config.num_attention_heads
+        (key_dim, dim), heads = decoder.dims, int(config.num_attention_heads)
     except (AttributeError, RuntimeError) as error:  # none (Mamba), or others in each layer (Gemma 4)
         raise Unsupported(
             f"rotate_values=True: the configuration of {config.model_type} has no heads of one size; leave rotate_values out"
@@ -178,7 +175,11 @@ def layers_to_rotate(model: Any, config: Any) -> list[tuple[nn.Linear, nn.Linear
         raise Unsupported(
             f"rotate_values=True: the model clips values (clip_qkv={config.clip_qkv}), which does not commute with it"
         )
-    pairs = [_projections(block, number, config, dim) for number, block in enumerate(blocks(model))]
+    layers = zip(decoder.blocks, decoder.kv_heads, strict=True)
+    pairs = [
+        _projections(block, f"rotate_values=True: layer {number}", (shared * dim, heads * dim, heads * key_dim))
+        for number, (block, shared) in enumerate(layers)
+    ]
     weights = {linear.weight.data_ptr() for pair in pairs for linear in pair}
     if not pairs or len(weights) < 2 * len(pairs):
         raise Unsupported("rotate_values=True: no layers, or layers that share their weights")
@@ -187,30 +188,29 @@ def layers_to_rotate(model: Any, config: Any) -> list[tuple[nn.Linear, nn.Linear
 
 def unfolded(model: Any) -> str:
     """Why the weights of a model cannot take the rotation; "" where they can, or have it."""
-    config = text_config(model)
-    check_rotation(True, head_dims(config)[1], "rotate_values")
+    decoder = Decoder(model)
+    check_rotation(True, decoder.dims[1], "rotate_values")
     try:
-        layers_to_rotate(model, config)
+        layers_to_rotate(decoder)
     except (InvalidArgument, Unsupported) as error:
         return str(error)
     return ""
 
 
 @torch.no_grad()
-def rotate_values_of(model: Any, config: Any, layers: list[tuple[nn.Linear, nn.Linear]]) -> None:
+def rotate_values_of(decoder: Decoder, layers: list[tuple[nn.Linear, nn.Linear]]) -> None:
     """Rotate the values of these layers, as `layers_to_rotate` gives them, in place. Computed in float64, rounded once."""
-    dim = head_dims(config)[1]
+    dim = decoder.dims[1]
     for v_proj, o_proj in layers:
         for t, axis in ((v_proj.weight, 0), (v_proj.bias, 0), (o_proj.weight, 1)):
             if t is not None:
                 heads = t.double().movedim(axis, -1).unflatten(-1, (-1, dim))
                 t.copy_(rotate(heads).flatten(-2).movedim(-1, axis))
-    setattr(model.config, SAVED, True)
+    setattr(decoder.model.config, SAVED, True)
 
 
-def _projections(block: nn.Module, number: int, config: Any, dim: int) -> tuple[nn.Linear, nn.Linear]:
-    """v_proj and o_proj of a layer, if nothing but attention stands between them."""
-    what = f"rotate_values=True: layer {number}"
+def _projections(block: nn.Module, what: str, sizes: tuple[int, int, int]) -> tuple[nn.Linear, nn.Linear]:
+    """v_proj and o_proj of a layer, if nothing but attention stands between them; `sizes`: what they take and give, and q_proj."""
     attention: Any = next((m for m in block.modules() if hasattr(m, "v_proj") and hasattr(m, "o_proj")), None)
     if attention is None:
         raise Unsupported(f"{what} has no attention with v_proj and o_proj")
@@ -225,9 +225,7 @@ def _projections(block: nn.Module, number: int, config: Any, dim: int) -> tuple[
     parts = {name for name, _ in (*attention.named_children(), *attention.named_parameters(recurse=False))}
     if more := parts - {"v_proj", "o_proj"} - _ELSEWHERE:
         raise Unsupported(f"{what} has {', '.join(sorted(more))}, which may change values between v_proj and o_proj")
-    heads = int(config.num_attention_heads)
-    shared = kv_heads(config, number)
-    sizes = (v_proj.out_features, o_proj.in_features, getattr(attention.q_proj, "out_features", 0))
-    if sizes != (shared * dim, heads * dim, heads * head_dims(config)[0]):
-        raise Unsupported(f"{what}: v_proj, o_proj and q_proj have {sizes} features; expected those of {heads} heads on {shared}")
+    features = (v_proj.out_features, o_proj.in_features, getattr(attention.q_proj, "out_features", 0))
+    if features != sizes:
+        raise Unsupported(f"{what}: v_proj, o_proj and q_proj have {features} features; its heads make that {sizes}")
     return v_proj, o_proj

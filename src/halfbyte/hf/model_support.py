@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,27 @@ def text_config(model_or_config: Any) -> Any:
             f"model_or_config is a {type(model_or_config).__name__}; pass a transformers model or its configuration (model.config)"
         )
     return config.get_text_config(decoder=True)
+
+
+class Decoder:
+    """Facts about the decoder of a model, each looked up once, when it is first read."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model, text_config(model)
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        return blocks(self.model)
+
+    @cached_property
+    def dims(self) -> tuple[int, int]:
+        """Sizes of a head of keys, and of values."""
+        return head_dims(self.config)
+
+    @cached_property
+    def kv_heads(self) -> list[int]:
+        """Of each block."""
+        return [kv_heads(self.config, layer) for layer in range(len(self.blocks))]
 
 
 def read_config(folder_or_id: Any) -> Any:

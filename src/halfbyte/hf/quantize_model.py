@@ -21,15 +21,14 @@ from halfbyte.formats import weight_format
 from halfbyte.hf.attention_weights import check_key_bias, layers_to_rotate, rotate_values_of
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.model_support import (
+    Decoder,
     check_model_support,
     half_type,
-    head_dims,
     inner_model,
     layer_formats,
     layer_rotations,
     layer_windows,
     model_sizes,
-    text_config,
 )
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
 from halfbyte.hf.weights import check_fits, check_loaded, find_lm_head, packed_share, quantize_modules, select
@@ -168,7 +167,7 @@ class Quantization:
         """loading: the model is empty, and its weights are about to be read."""
         _check_model(model)
         self.model = inner_model(model)
-        self.config = text_config(self.model)
+        self.decoder = Decoder(self.model)
         self.options = options = self._with_defaults(options)
         fmt, head = (None if options[name] is None else weight_format(options[name]) for name in ("weights", "lm_head"))
         for name in ("clip", "skip_modules"):
@@ -194,12 +193,12 @@ class Quantization:
         if options["rotate_values"]:
             self._rotate_values(loading)
         if self.cache is not None:
-            check_key_bias(self.model, self.config, self.keys, self.rotations)
+            check_key_bias(self.decoder, self.keys, self.rotations)
 
     def quantize_weights(self) -> None:
         """Fold the rotation, then quantize the weights: all, or, on any error, none."""
         if self.rotated:
-            rotate_values_of(self.model, self.config, self.rotated)
+            rotate_values_of(self.decoder, self.rotated)
         pairs = ((self.blocks, self.options["weights"]), (self.head, self.options["lm_head"]))
         chosen = {name: (target, weight_format(fmt)) for targets, fmt in pairs for name, target in targets.items()}
         if self.options["weights"] is not None or chosen:
@@ -246,11 +245,11 @@ class Quantization:
         if loading and (self.options["weights"] is not None or self.cache is None):
             raise Unsupported("rotate_values changes 16-bit weights; load the model without, then call halfbyte.hf.quantize")
         try:
-            self.rotated = layers_to_rotate(self.model, self.config)
+            self.rotated = layers_to_rotate(self.decoder)
         except (InvalidArgument, Unsupported):
             if self.cache is None:
                 raise
-            check_rotation(True, head_dims(self.config)[1], "rotate_values")
+            check_rotation(True, self.decoder.dims[1], "rotate_values")
             self.cache = replace(self.cache, rotate_values=True)
 
     def _cache_settings(self) -> CacheSettings | None:
@@ -269,15 +268,15 @@ class Quantization:
             fits = keys is values is None and not (rotate or skips)
             check(fits, "plan sets formats, rotation and layers; leave these options out")
             plan = read_plan(plan)
-            plan.check_model(model_sizes(self.config))
+            plan.check_model(model_sizes(self.decoder.config))
             window = plan.exact_tokens(window)
             keys, values, rotate = plan.keys, plan.values, plan.rotate_keys
         plain = "fp16" if half is torch.float16 else "bf16"
         settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skips, *window)
-        formats = layer_formats(self.config, settings.keys, settings.values, skips, half)
+        formats = layer_formats(self.decoder.config, settings.keys, settings.values, skips, half)
         layer_windows(window, formats)
         self.keys = [key for key, _ in formats]
-        self.rotations = each = layer_rotations(self.config, rotate, self.keys)
+        self.rotations = each = layer_rotations(self.decoder.config, rotate, self.keys)
         check_can_read_packed(self.model)
         # One for all layers if they agree. Resolved, so that a saved model keeps its setting.
         return replace(settings, rotate_keys=each[0] if len(set(each)) == 1 else each)
