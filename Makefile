@@ -29,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 define SUITES
 	$(PYTEST) -m $(1)
 	TRITON_INTERPRET=1 $(PYTEST) -m $(1) tests/interpreted
-	$(PYTEST) -m $(1) tests/emulated
+	HALFBYTE_GPU_TESTS=dry $(PYTEST) -m $(1) tests/emulated tests/gpu
 endef
 
 test: $(VENV)/.ready-test  ## lint, types and the test suite on a CPU, but for slow tests
@@ -37,7 +37,6 @@ test: $(VENV)/.ready-test  ## lint, types and the test suite on a CPU, but for s
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(call SUITES,"not slow")
-	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
 
 slow-test: $(VENV)/.ready-test  ## slow tests, which CI runs after the others
 	$(call SUITES,slow)

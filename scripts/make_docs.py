@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from docgen import crossovers, first_hour, formats, hero, performance, reference
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
+
+from halfbyte_lab.measure import charts
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,7 +106,8 @@ def main() -> int:
     if missing := [page for page in BLOCKS if not (ROOT / page).exists()]:
         print(f"there is no {', '.join(missing)}", file=sys.stderr)
         return 1
-    stale = stale_files()
+    with charts.described() if check else nullcontext():
+        stale = stale_files()
     for path, text in stale.items():
         if not check:
             path.write_text(text, encoding="utf-8")

@@ -357,19 +357,33 @@ def where_text(measured: Sequence[Record]) -> str:
     return f"{devices}; {', '.join(versions)}; {', '.join(dates)}."
 
 
+#: The report's colors, for an image that stands outside of any page.
+_STYLE = """<style>
+svg { --font: system-ui, sans-serif; --ink: #23262b; --quiet: #666c75; --line: #dcdcd6; --s1: #2f5f98; --s2: #b5651d; --s3: #3f7f5f;
+  --s4: #8a4f7d; --s5: #8b7a1e; --s6: #5b6672; }
+@media (prefers-color-scheme: dark) { svg { --ink: #dfe2e7; --quiet: #99a1ac; --line: #343940; --s1: #82aee3; --s2: #e0a06a;
+  --s3: #86c5a2; --s4: #cf9bc4; --s5: #d0bf68; --s6: #a3adb9; } }
+</style>"""
+
+
+def as_image(svg: str) -> str:
+    """A chart as a file of its own, with the colors that it else takes from the page."""
+    return svg.replace("</title>", f"</title>\n{_STYLE}", 1).rstrip() + "\n"
+
+
 def write_charts() -> None:
     """The charts of shares of the roof and of the studies; none of what was not measured."""
     reached, asked = targets.shares(gpu_records())
     if reached:
         reached, asked = ({case_name(case): share for case, share in shares.items()} for shares in (reached, asked))
         svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
-        (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
+        (ROOT / CHART).write_text(as_image(svg), encoding="utf-8")
     for svg in linear_targets.figures(linear_records()):
-        (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
+        (ROOT / LINEAR_CHART).write_text(as_image(svg), encoding="utf-8")
     drawn, folder = study_charts(), ROOT / STUDIES
     for name, svg in drawn.items():
         folder.mkdir(exist_ok=True)
-        (folder / name).write_text(charts.as_image(svg), encoding="utf-8")
+        (folder / name).write_text(as_image(svg), encoding="utf-8")
     for path in folder.glob("*.svg"):
         if path.name not in drawn:  # of records that tell it no more
             path.unlink()

@@ -12,6 +12,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +186,8 @@ def panels(
 
 def _label_points(fig: Any, ax: Any, points: Sequence[Point]) -> None:
     """Write each point's label where `place_labels` says, with a thin line to it when it had to go far."""
+    if not _drawing.get():
+        return
     fig.draw_without_rendering()  # moves the axes to their final place
     anchors = [tuple(ax.transData.transform((p.x, p.y))) for p in points]
     probes = [ax.text(0, 0, p.label, fontsize=10) for p in points]
@@ -255,6 +258,18 @@ def _legend(fig: Any, handles: Sequence[Any], labels: Sequence[str], columns: in
     fig.legend(handles, labels, **place, frameon=False, fontsize=10, labelcolor=_INK, handlelength=2.6)
 
 
+#: Whether charts are drawn. See `described`.
+_drawing = ContextVar("drawing", default=True)
+
+
+@contextmanager
+def described() -> Iterator[None]:
+    """Within, a chart is an <svg> element with its description alone: what is written about charts needs no picture of them."""
+    token = _drawing.set(False)
+    yield
+    _drawing.reset(token)
+
+
 class _Done:
     """Where a finished chart ends up once its `with` block is over."""
 
@@ -286,23 +301,12 @@ def _figure_of(description: str, height: float, grid: tuple[int, int]) -> Iterat
         fig = Figure(figsize=(7.6, height), layout="constrained")
         done = _Done()
         yield fig, list(fig.subplots(*grid, squeeze=False, sharey=True).flat), done
+        if not _drawing.get():
+            done.svg = _finish('<svg viewBox="0 0 0 0">', description)
+            return
         buffer = io.StringIO()
         fig.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         done.svg = _finish(buffer.getvalue(), description)
-
-
-#: The report's colors, for an image that stands outside of any page.
-_STYLE = """<style>
-svg { --font: system-ui, sans-serif; --ink: #23262b; --quiet: #666c75; --line: #dcdcd6; --s1: #2f5f98; --s2: #b5651d; --s3: #3f7f5f;
-  --s4: #8a4f7d; --s5: #8b7a1e; --s6: #5b6672; }
-@media (prefers-color-scheme: dark) { svg { --ink: #dfe2e7; --quiet: #99a1ac; --line: #343940; --s1: #82aee3; --s2: #e0a06a;
-  --s3: #86c5a2; --s4: #cf9bc4; --s5: #d0bf68; --s6: #a3adb9; } }
-</style>"""
-
-
-def as_image(svg: str) -> str:
-    """A chart as a file of its own, with the colors that it else takes from the page."""
-    return svg.replace("</title>", f"</title>\n{_STYLE}", 1).rstrip() + "\n"
 
 
 def _finish(svg: str, description: str) -> str:
