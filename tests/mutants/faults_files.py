@@ -31,7 +31,7 @@ FILE_FAULTS = [
         "temporary folders stay",
         PATHS,
         "_temporary_folder",
-        drop("shutil.rmtree(made, ignore_errors=True)"),
+        drop("shutil.rmtree(folder, ignore_errors=True)"),
         writers("test_a_full_disk[plan-0.3]"),
     ),
     Mutant(

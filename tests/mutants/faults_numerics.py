@@ -217,14 +217,14 @@ NUMERICS = [
     Mutant(
         "zero point off by one",
         QUANTIZE,
-        "measure",
+        "_scales_of",
         Rewrite("(-_l / _s).round()", "(-_l / _s).round().add(1)"),
         codecs("test_integer_weights_are_exact"),
     ),
     Mutant(
         "no floor of scales",
         QUANTIZE,
-        "measure",
+        "_scales_of",
         Rewrite("(_a / _r).clamp_min(_f).to(_s), None", "(_a / _r).to(_s), None"),
         codecs("test_kv_formats_are_exact"),
     ),

@@ -258,7 +258,7 @@ STATE = [
     Mutant(
         "every layer rotated as the first",
         "hf/quantize_model.py",
-        "_rotations",
+        "Quantization._cache_settings",
         Rewrite("_e[0] if _n else _e", "_e[0]"),
         tests_of("hf/test_hf_by_layer.py")("test_what_is_saved_says_whether_keys_are_rotated"),
     ),
@@ -294,7 +294,7 @@ STATE = [
         "a recorded step replayed with weights that lie elsewhere",
         "hf/fused_blocks.py",
         "weight_addresses",
-        Rewrite("tuple(local_shard(t).data_ptr() for t in _t)", "()"),
+        Rewrite("tuple([local_shard(t).data_ptr() for t in _t])", "()"),
         tests_of("hf/test_hf_graph_generate.py")("test_the_next_call_keeps_step_and_cache"),
     ),
     Mutant(
@@ -357,7 +357,7 @@ STATE = [
     # -- which is faster
     Mutant(
         "the slowest first token subtracted",
-        "hf/model_step.py",
+        "halfbyte_lab/model_step.py",
         "timed_in_turn",
         Rewrite("min(_x for _x, _y in _m)", "max(_x for _x, _y in _m)"),
         tests_of("hf/test_hf_model_step.py")("test_a_step_is_what_a_long_call_takes_beyond_a_short_one"),
