@@ -509,17 +509,15 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
 
 
 def test_an_explanation_says_from_where_on_weights_are_dequantized() -> None:
-    assert "wgmma" in explained((4096,), 256, "int4_g128")["kernel"]
-    assert "in 4 blocks" in explained((4096,), 256, "int4_g128")["tile"]
-    assert explained((4096,), 257, "int4_g128")["kernel"].startswith("cuBLAS")
+    assert "wgmma; two launches" in explained((4096,), 191, "int4_g128")["kernel"]
+    assert "in 3 blocks" in explained((4096,), 191, "int4_g128")["tile"]
+    assert "wgmma; one launch" in explained((4096,), 257, "int4_g128")["kernel"]
     assert explained((4096,), 256, "nf4_dq")["kernel"].startswith("triton")
     assert explained((4096,), 257, "nf4_dq")["kernel"].startswith("cuBLAS")
     assert "wgmma" in explained((4096,), 128, "nvfp4")["kernel"]
-    assert "2 of at most 16384 output channels, 4 launches" in explained((28672,), 512, "int4_g128")["parts"]
+    assert "2 of at most 16384 output channels, 4 launches" in explained((28672,), 512, "nf4_dq")["parts"]
     # The second weight lies in the second part, with the end of the first.
-    assert (
-        explained((20000, 12000), 512, "int4_g128")["parts"] == "2 of at most 16384 output channels, 5 launches; 134.2 MB of buffer"
-    )
+    assert explained((20000, 12000), 512, "nf4_dq")["parts"] == "2 of at most 16384 output channels, 5 launches; 134.2 MB of buffer"
 
 
 @pytest.mark.parametrize(

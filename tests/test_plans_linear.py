@@ -14,6 +14,7 @@ from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.plans.linear import gluon_linear, shares
+from halfbyte.plans.linear_large import LinearLargeSpec
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES
@@ -271,11 +272,11 @@ def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, dtype: str) -> 
 
 
 def test_rows_choose_the_kernel() -> None:
-    kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 256, 257)}
+    kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 191, 192, 8192)}
     assert isinstance(kernels[16], LinearSpec)
-    assert isinstance(kernels[17], LinearWgmmaSpec)
-    assert isinstance(kernels[256], LinearWgmmaSpec)
-    assert kernels[257] is None
+    assert type(kernels[17]) is type(kernels[191]) is LinearWgmmaSpec
+    assert isinstance(kernels[192], LinearLargeSpec)
+    assert isinstance(kernels[8192], LinearLargeSpec)
 
 
 @pytest.mark.parametrize(
@@ -301,13 +302,53 @@ def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, pr
     assert found.programs == programs
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["int4_sym_g128", "int4_g32", "int4_sym_col", "int8_col", "int8_g128", "nf4", "mxfp4", "nvfp4"])
+def test_many_rows_fill_a_multiprocessor(name: str, dtype: str) -> None:
+    """Codes, mbarriers, the codebook and x lie one behind the other; no second block fits."""
+    for rows in (192, 512, 4096):
+        found = on_hopper(name, 8192, 8192, rows, dtype)
+        assert isinstance(found, LinearPlan)
+        spec = found.spec
+        assert isinstance(spec, LinearLargeSpec)
+        weight = spec.weights[0]
+        table = weight.codebook_at(spec), weight.codebook_at(spec) + CODEBOOK_BYTES
+        assert spec.x_at >= spec.barriers_at + 16 * spec.x_stages
+        assert not weight.codebook or (spec.barriers_at + 16 * spec.x_stages <= table[0] and table[1] <= spec.x_at)
+        assert spec.x_stages >= 4  # of two slots MMAs read, and two are on their way
+        assert spec.shared_bytes + DRIVER <= EVERYTHING[9, 0] < 2 * (spec.shared_bytes + DRIVER)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "programs", "block_m", "split", "how"),
+    [
+        (8192, 8192, 512, 128, 256, 0, "data-parallel"),
+        (8192, 8192, 8192, 128, 256, 0, "data-parallel"),
+        (4096, 4096, 512, 128, 128, 0, "data-parallel"),
+        (6144, 4096, 512, 96, 256, 0, "data-parallel"),
+        (4096, 14336, 512, 128, 256, 64, "split-K, 2 parts a tile"),
+        (28672, 4096, 512, 132, 256, 52, "data-parallel, then split-K, 2 parts a tile"),
+        (128, 4096, 192, 16, 128, 2, "split-K, 8 parts a tile"),
+    ],
+)
+def test_how_many_rows_share_the_work(n: int, k: int, rows: int, programs: int, block_m: int, split: int, how: str) -> None:
+    found = on_hopper("int4_sym_g128", n, k, rows)
+    assert isinstance(found, LinearPlan)
+    assert (found.programs, found.spec.block_m, found.split_tiles) == (programs, block_m, split)
+    assert found.why.endswith(how)
+    assert found.floats == (programs * 128 * block_m if split else 1)
+
+
 @pytest.mark.parametrize(
     ("name", "n", "k", "rows", "device", "why"),
     [
-        ("int4_sym_g128", 4096, 4096, 257, {}, "M = 257; wgmma takes 17 to 256"),
         ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; wgmma needs 9.0"),
         ("nf4_dq", 4096, 4096, 32, {}, "nf4_dq is read by the portable kernel only"),
         ("int8_col", 4096, 4104, 32, {}, "not a multiple of 16"),
+        ("int4_sym_g128", 4096, 4096, 512, {"capability": (10, 0)}, "compute capability 10.0; wgmma needs 9.0"),
+        ("nf4_dq", 4096, 4096, 512, {}, "nf4_dq is read by the portable kernel only"),
+        ("int8_col", 4096, 4104, 512, {}, "not a multiple of 16"),
+        ("int4_sym_g128", 4096, 4096, 1 << 25, {}, "the kernel numbers up to 8388608 tiles"),
     ],
 )
 def test_what_warp_groups_refuse(name: str, n: int, k: int, rows: int, device: dict[str, Any], why: str) -> None:

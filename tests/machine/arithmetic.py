@@ -229,6 +229,7 @@ LANEWISE: dict[str, Callable[..., Array]] = {
     "min.relu": lambda a, b: np.maximum(np.minimum(a, b), 0),
     "max.relu": lambda a, b: np.maximum(np.maximum(a, b), 0),
     "mov": lambda a: a,
+    "cvta.param": lambda a: a,
     "popc": np.bitwise_count,
     "mul.hi": lambda a, b: _wide(a) * _wide(b) >> _wide(a).dtype.type(8 * a.dtype.itemsize),
     "mul.wide": lambda a, b: _wide(a) * _wide(b),

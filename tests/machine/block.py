@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from machine import arithmetic, transfers, warpgroups, warps
+from machine import arithmetic, tiles, transfers, warpgroups, warps
 from machine.arithmetic import RAW, Array, Lanes, Step, raw
 from machine.memory import SHARED, Arrivals, Copies, Memory, Shared
 from machine.program import Instruction, Program
@@ -30,6 +31,7 @@ class Launch:
     grid: tuple[int, ...]
     arguments: list[int]
     shared_bytes: int
+    described: tuple[Any, ...] = ()  # tensors that TMA copies; an argument is the number of one
 
 
 class Block:
@@ -40,6 +42,7 @@ class Block:
         self.code, self.memory, self.order, self.threads = code, memory, order, program.threads
         self.shared = Shared(launch.shared_bytes, program.threads)
         self.copies = Copies(self.threads, memory, self.shared, order.early)
+        self.tiles, self.described = tiles.Tiles(self, order.early), launch.described
         self.waited = np.zeros(self.threads, bool)  # for the kernel before
         self.products = warpgroups.Products(self.threads // 32)
         # A register that nobody has written holds what is no number.
@@ -103,6 +106,8 @@ class Block:
     def _when_all_wait(self) -> None:
         arrivals = self.copies.end_some()
         if arrivals is None:
+            if self.tiles.end_some():
+                return
             raise Hung(f"block {self.number}: threads at {sorted(set(self.at[self.state != ENDED].tolist()))} wait for each other")
         self.arrive(arrivals)
 
@@ -123,11 +128,24 @@ class Block:
             barrier = self.barriers[one]
             barrier.told = np.maximum(barrier.told, self.shared.known[thread // 32])
             barrier.missing -= 1
-            if not barrier.missing:
-                barrier.missing, barrier.phases, barrier.known = barrier.count, barrier.phases + 1, barrier.told
-                woken = (self.state == AWAITING_COPIES) & (self.awaited[:, 0] == one)
-                self.state[woken] = RUNNING
+            self._end_phase(one)
         self.shared.tell(np.unique(threads // 32))
+
+    def filled(self, one: int, size: int, thread: int) -> None:
+        """So many bytes that a thread asked for are there, and an mbarrier counts them."""
+        barrier = self.barriers[one]
+        barrier.told = np.maximum(barrier.told, self.shared.known[thread // 32])
+        barrier.bytes -= size
+        self._end_phase(one)
+        self.shared.tell(np.array([thread // 32]))
+
+    def _end_phase(self, one: int) -> None:
+        """The phase of an mbarrier ends if nobody is missing, and no byte."""
+        barrier = self.barriers[one]
+        if not barrier.missing and not barrier.bytes:
+            barrier.missing, barrier.phases, barrier.known = barrier.count, barrier.phases + 1, barrier.told
+            woken = (self.state == AWAITING_COPIES) & (self.awaited[:, 0] == one)
+            self.state[woken] = RUNNING
 
     def make_barrier(self, at: int, count: int) -> None:
         assert at not in self.barriers, "an mbarrier is made twice"
@@ -153,6 +171,7 @@ class Barrier:
     told: Array
     known: Array
     phases: int = 0
+    bytes: int = 0  # that are expected and not there
 
 
 class Order:
@@ -216,6 +235,14 @@ def _end(one: Instruction, program: Program) -> End | None:
             block.at[lanes if guard is None else lanes[guard(block, lanes)]] = target
 
         return branch
+    if name == "brx.idx":
+        index, table = raw(str(one.operands[0]), program.registers, 32), program.tables[str(one.operands[1])]
+        targets = np.array([program.labels[label] for label in table])
+
+        def choose(block: Block, lanes: Array) -> None:
+            block.at[lanes] = targets[index(block, lanes)]
+
+        return choose
     if name in ("ret", "trap"):
 
         def end(block: Block, lanes: Array) -> None:
@@ -224,7 +251,7 @@ def _end(one: Instruction, program: Program) -> End | None:
             block.state[lanes] = ENDED
 
         return end
-    if name == "bar.sync":
+    if name in ("bar.sync", "barrier.sync"):
         number = raw(str(one.operands[0]), program.registers, 32)
         count = raw(str(one.operands[1]), program.registers, 32) if len(one.operands) > 1 else None
 
@@ -258,12 +285,16 @@ def _step(one: Instruction, program: Program) -> Step:
     registers = program.registers
     if one.name == "griddepcontrol.wait":
         return _wait_for_kernel
-    if family in ("griddepcontrol", "fence"):
+    if family in ("griddepcontrol", "fence", "setmaxnreg"):
         return lambda block, lanes: None
     if one.name == "bar.warp.sync":
         return _meet_warp
     made = TOGETHER.get(family)
-    found = made(one, registers) if made else arithmetic.step(one, registers) or transfers.step(one, registers)
+    found = (
+        made(one, registers)
+        if made
+        else next(filter(None, (kind.step(one, registers) for kind in (arithmetic, transfers, tiles))), None)
+    )
     if found is None:
         raise NotImplementedError(one.text)
     guard = _guard(one, program)
@@ -282,7 +313,7 @@ def _step(one: Instruction, program: Program) -> Step:
 
 #: What the threads of a warp do together.
 TOGETHER = {"shfl": warps.shuffle, "ldmatrix": warps.matrix, "stmatrix": warps.matrix, "movmatrix": warps.move_matrix}
-TOGETHER |= {"redux": warps.reduce, "mma": warps.product, "wgmma": warpgroups.step}
+TOGETHER |= {"elect": warps.elect, "redux": warps.reduce, "mma": warps.product, "wgmma": warpgroups.step}
 
 
 def _wait_for_kernel(block: Block, lanes: Lanes) -> None:

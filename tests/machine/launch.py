@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from halfbyte.kernels.aot.compiling import Configuration, Target, _specialised, compiled
@@ -41,10 +42,11 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
         made = compiled(configuration, HOPPER)
         names = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         given = [names[name] for name in kernel.arg_names]
+        described = tuple(one for one in given if isinstance(one, TensorDescriptor))
         tensors, values = _arguments(given, configuration)
         code = _code(change(made.asm["ptx"]))
         values += [0] * (len(code.program.parameters) - len(values))  # scratch memory, which none of these use
-        launch = Launch((*grid, 1, 1)[:3], values, made.metadata.shared)
+        launch = Launch((*grid, 1, 1)[:3], values, made.metadata.shared, described)
         blocks = list(itertools.product(*(range(n) for n in launch.grid[::-1])))
         memory = Memory(tensors)
         ordered = getattr(kwargs.get("C"), "owner_reduces", False)  # a block waits for those that were started before it
@@ -71,6 +73,9 @@ def _arguments(given: list[Any], configuration: Configuration) -> tuple[list[tor
         if isinstance(one, torch.Tensor):
             tensors.append(one)
             values.append(one.data_ptr())
+        elif isinstance(one, TensorDescriptor):
+            values += [sum(isinstance(other, TensorDescriptor) for other in given[: given.index(one)]), *one.shape, *one.strides]
+            tensors.append(one.base)
         else:
             values.append(int(one) if not isinstance(one, float) else int(np.float32(one).view(np.uint32)))
     return tensors, values

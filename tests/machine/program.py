@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: Bits of a register by its declared type.
 WIDTHS = {
@@ -45,6 +45,7 @@ class Program:
     registers: dict[str, int]
     labels: dict[str, int]
     instructions: tuple[Instruction, ...]
+    tables: dict[str, list[str]] = field(default_factory=dict)  # labels that a branch chooses from by their number
 
 
 class _Scopes:
@@ -101,11 +102,13 @@ def parse(text: str) -> Program:
     text = re.sub(r"//[^\n]*", "", text)
     head = re.search(r"\.visible \.entry (\w+)\((.*?)\)(.*?)\{", text, re.DOTALL)
     assert head
-    parameters = tuple((name, WIDTHS[kind]) for kind, name in re.findall(r"\.param \.(\w+)[^,]*?(\w+)\s*(?:,|$)", head[2].strip()))
+    listed = re.findall(r"\.param (?:\.align 64 )?\.(\w+)[^,]*?(\w+)(?:\[\d+\])?\s*(?:,|$)", head[2].strip())
+    parameters = tuple((name, WIDTHS[kind]) for kind, name in listed)
     threads = re.search(r"\.reqntid (\d+)", head[3])
     assert threads
+    tables = {name: re.findall(r"[$\w]+", labels) for name, labels in re.findall(r"([$\w]+): \.branchtargets\s([^;]*);", text)}
     registers, labels, instructions = _body(text[head.end() - 1 :])
-    return Program(head[1], parameters, int(threads[1]), registers, labels, instructions)
+    return Program(head[1], parameters, int(threads[1]), registers, labels, instructions, tables)
 
 
 def parse_inline(text: str, operands: dict[int, int], threads: int) -> Program:

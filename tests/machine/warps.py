@@ -34,6 +34,16 @@ def numbers(lanes: Lanes, block: Block) -> Array:
     return found
 
 
+def elect(one: Instruction, registers: dict[str, int]) -> Step:
+    """elect.sync: one thread of each warp."""
+    chosen = str(one.operands[0]).split("|")[1]
+
+    def run(block: Block, lanes: Lanes) -> None:
+        block.registers[chosen][lanes] = numbers(lanes, block) % 32 == 0
+
+    return run
+
+
 def shuffle(one: Instruction, registers: dict[str, int]) -> Step:
     """shfl.sync: each thread reads a register of another."""
     mode = one.name.split(".")[2]

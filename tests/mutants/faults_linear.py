@@ -9,6 +9,7 @@ PLAN, SPEC = "plans/linear.py", "plans/linear_spec.py"
 MMA, SYNC = "kernels/linear/mma.py", "kernels/linear/sync.py"
 COPIES = "kernels/linear/async_copy.py"
 UNPACK = "kernels/linear/unpack.py"
+LARGE = "kernels/linear/wgmma_large.py"
 
 streams = tests_of("test_linear_streams.py")
 copies = tests_of("test_linear_copies.py")
@@ -137,6 +138,35 @@ LINEAR = [
         "_meet_asm",
         InText("setp.eq.u32 q, $1, 0", "setp.ge.s32 q, $1, 0"),
         streams("test_barriers_count_who_arrives[2-2-16]"),
+    ),
+    # -- large M: x of one warp, codes of the others
+    Mutant(
+        "x is called read while MMAs read it",
+        LARGE,
+        "_multiply",
+        Rewrite("warpgroup_mma_wait(1, deps=_d)", "warpgroup_mma_wait(2, deps=_d)"),
+        emulated("test_products_keep_their_promise[nvfp4-192x128x256]"),
+    ),
+    Mutant(
+        "x is read before it is there",
+        LARGE,
+        "_await_asm",
+        InText("@!q bra again;", ""),
+        emulated("test_products_keep_their_promise[nvfp4-192x128x256]"),
+    ),
+    Mutant(
+        "the last part of a tile is left out",
+        LARGE,
+        "_exchange",
+        Rewrite("range(first + 1, first + parts)", "range(first + 1, first + parts - 1)"),
+        emulated("test_products_keep_their_promise[int4_g128-300x200x640]"),
+    ),
+    Mutant(
+        "a lane takes the byte of another",
+        "kernels/linear/wgmma_large_operands.py",
+        "left_operand",
+        Rewrite("_l * 0x1111", "_l * 0x1110"),
+        emulated("test_products_keep_their_promise[int4_g128-300x200x640]"),
     ),
     # -- codes from stored words
     Mutant(

@@ -15,6 +15,7 @@ from halfbyte.ops import launch_cache
 from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import at_hand, counters, floats
+from halfbyte.plans.linear_large import LinearLargeSpec
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows, slab_shares
 from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.tuning_cache import linear_plan, table_of
@@ -25,7 +26,7 @@ _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def run(call: LinearCall, signature: Signature | None = None, compiled: bool = False) -> list[torch.Tensor]:
-    """[..., N] in x's dtype for each weight by the level `call.impl`: in one launch, or for very large M by slabs of the weights.
+    """[..., N] in x's dtype for each weight by the level `call.impl`: packed, or for large M before Hopper by slabs of the weights.
 
     signature: what to store the launch by. compiled: called from compiled code, which must not see memory that is kept.
     """
@@ -94,7 +95,7 @@ def _tiles(problem: LinearProblem, device: int, row_invariant: bool) -> LinearTi
 
 
 def expands(call: LinearCall) -> bool:
-    """Whether M is so large that the GEMM runs over dequantized slabs of the weights.
+    """Whether M is so large that a GEMM without a tuned kernel runs over dequantized slabs of the weights.
 
     Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
     """
@@ -138,7 +139,7 @@ def _run_plan(
     x, perm = call.x, call.weights[0].perm
     if perm is not None:
         x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
-    elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
+    elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or not (x.is_contiguous() or _within_reach(x)):
         x = x.clone(memory_format=torch.contiguous_format)
     if isinstance(plan.spec, LinearSpec) and plan.owner_reduces and not at_hand(x.device, plan.counters, compiled):
         plan = replace(plan, spec=replace(plan.spec, owner_reduces=False))
@@ -150,8 +151,15 @@ def _run_plan(
 
     others = (*call.biases, *[w.tensor_scale for w in call.weights], *(around or ()))
     types = tuple((t.dtype, t.data_ptr() % 16) for t in others if t is not None)
+    if isinstance(plan.spec, LinearLargeSpec):
+        signature = None  # its descriptor of x holds an address
     key = None if compiled else (plan, x.device, x.shape[1], tuple(w.shape[0] for w in call.weights), types)
     launch_cache.launch(LINEAR, call, plan, launches, outs, signature=signature, own=compiled, key=key)
+
+
+def _within_reach(x: torch.Tensor) -> bool:
+    """Whether the rows lie one behind the other, and 32 bits number what is between the first and the last."""
+    return x.shape[1] <= x.stride(0) and x.stride(0) * x.shape[0] < 2**31
 
 
 def _alike(biases: Sequence[torch.Tensor | None], weights: Sequence[QuantTensor]) -> list[torch.Tensor | None]:

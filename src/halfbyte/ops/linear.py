@@ -1,4 +1,4 @@
-"""`linear`, `qkv_projection`, `projections`: GEMMs with quantized weights; only large M dequantizes them, slab by slab."""
+"""`linear`, `qkv_projection`, `projections`: GEMMs with quantized weights; before Hopper large M dequantizes them, in slabs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def linear(
                    no kernel: on a GPU they run blocked torch code, which dequantizes the whole weight in each call
     row_invariant  each of the M rows has the same bits alone and in any batch. On a GPU this takes a fixed split of K; `cpu` and
                    `reference` compute row by row
-    impl           "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: M up to 16, on Hopper 256) and "triton" (portable);
+    impl           "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: M up to 16, on Hopper any) and "triton" (portable);
                    "cpu"; "reference" (float64, the specification)
 
     Raises `InvalidArgument` naming the argument at fault.
@@ -78,8 +78,8 @@ def qkv_projection(
     """q, k and v from one pass over x [..., K]: three weights [Nq, K], [Nk, K], [Nv, K], each with its own scales and format.
 
     Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch; on Hopper another one permutes x
-    for M of 17 to 256; large M dequantizes slab by slab. Each weight keeps its own scales: sharing the largest of three tensor
-    scales would corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
+    for M of 17 to 191; before Hopper large M dequantizes slab by slab. Each weight keeps its own scales: sharing the largest of
+    three tensor scales would corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")

@@ -107,6 +107,8 @@ class LinearSpec(CompiledFor):
     equal_parts: bool = field(default=False, kw_only=True)  # shared memory is seen as equal parts of the whole pool, or not at all
     whole_tiles: bool = field(default=False, kw_only=True)  # no tile reaches beyond the rows of its weight
     owner_reduces: bool = field(default=False, kw_only=True)  # of a split tile: the program that begins it; else the last to arrive
+    launches: ClassVar[str] = "one launch"
+    stream_k: ClassVar[bool] = True  # tiles that are left are cut into equal shares of all; else each into equal parts
 
     @property
     def sources(self) -> int:
@@ -237,6 +239,8 @@ class LinearWgmmaSpec(CompiledFor):
     code_parts: ClassVar[int] = 1
     table_parts: ClassVar[int] = 2  # of half its size: whole, more shared memory would be rounded off than a stage takes
     sources: ClassVar[int] = 1
+    launches: ClassVar[str] = "wgmma; two launches, the first permutes x"
+    stream_k: ClassVar[bool] = True
 
     @property
     def warps(self) -> int:
@@ -345,7 +349,7 @@ class LinearPlan:
         spec, programs = self.spec, self.programs
         size = f"{spec.tile} rows" if isinstance(spec, LinearSpec) else f"{spec.tile} x {spec.block_m}"
         tiles = f"{self.tiles} tiles of {size}, {self.steps} steps of {spec.step} each"
-        return f"{tiles}; {programs} programs, {decomposition(programs, self.tiles)}"
+        return f"{tiles}; {programs} programs, {decomposition(programs, self.tiles, spec.stream_k)}"
 
     @property
     def owner_reduces(self) -> bool:
@@ -354,8 +358,9 @@ class LinearPlan:
 
     @property
     def floats(self) -> int:
-        """fp32 numbers of workspace: two partial results a program, unless it computes whole tiles only."""
-        return 2 * self.programs * self.spec.partial_floats if self.split_tiles and not self.owner_reduces else 1
+        """fp32 numbers of workspace: partial results, of a share up to two, unless programs compute whole tiles only."""
+        partials = self.programs * (2 if self.spec.stream_k else 1)
+        return partials * self.spec.partial_floats if self.split_tiles and not self.owner_reduces else 1
 
     @property
     def counters(self) -> int:
@@ -367,23 +372,25 @@ class LinearPlan:
         """The plan of x [m, K] in words, as `halfbyte explain` prints them."""
         spec = self.spec
         blocks = f", in {-(-m // spec.block_m)} blocks" * (m > spec.block_m)
-        small = isinstance(spec, LinearSpec)
-        launches = "one launch" if small else "wgmma; two launches, the first permutes x"
         partials = f"{4 * self.floats / 1e6:.2f} MB at most; the last program to arrive reduces, in fixed order"
         if self.owner_reduces:
             partials = f"{4 * self.counters / 1e6:.2f} MB; the program that begins a tile reduces, in fixed order"
+        ring = f"{spec.stages} stages of {spec.k_slices * spec.chunk} of K"
         return {
-            "kernel": f"gluon (tuned); {launches}",
+            "kernel": f"gluon (tuned); {spec.launches}",
             "tile": f"{spec.tile} output channels by {spec.block_m} of M (M = {m}){blocks}; {spec.warps} warps",
-            "ring": f"{spec.stages} steps of {spec.step} of K, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
+            "ring": f"{ring}, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
             "programs": f"{self.programs}, {self.programs_per_sm} per multiprocessor",
             "schedule": self.why,
             "partial sums": partials if self.split_tiles else "none",
         }
 
 
-def decomposition(programs: int, tiles: int) -> str:
+def decomposition(programs: int, tiles: int, stream_k: bool = True) -> str:
     """The name of a decomposition."""
-    if tiles % programs == 0:
+    left = tiles % programs
+    if not left or (not stream_k and programs < 2 * left):
         return "data-parallel"
-    return f"split-K, {programs // tiles} parts a tile" if programs % tiles == 0 else "stream-K"
+    if stream_k and programs % tiles:
+        return "stream-K"
+    return f"{'data-parallel, then ' * (tiles > programs)}split-K, {programs // left} parts a tile"

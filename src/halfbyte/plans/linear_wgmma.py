@@ -1,4 +1,4 @@
-"""GEMMs with 17 <= M <= 256 on Hopper, by warp-group MMA: how their work is divided; and which tuned kernel takes a GEMM."""
+"""GEMMs with 17 <= M <= 191 on Hopper, by warp-group MMA: how their work is divided; and which tuned kernel takes a GEMM."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import replace
 
 from halfbyte.device import GPU, sm_shared_memory, supports_wgmma
 from halfbyte.plans.linear import BLOCK_BYTES, gluon_linear, one_weight_spec
+from halfbyte.plans.linear_large import large_linear
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
 from halfbyte.plans.weight_spec import WeightSpec
 
-#: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantized weights.
-FEWEST_ROWS, MOST_ROWS = 17, 256
+#: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, larger tiles of batch rows.
+FEWEST_ROWS, MOST_ROWS = 17, 191
 
 
 def tuned_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
     """How a tuned kernel computes a GEMM; in words, why none can."""
-    return (gluon_linear if p.rows < FEWEST_ROWS else wgmma_linear)(p, gpu, use_pdl)
+    planned = gluon_linear if p.rows < FEWEST_ROWS else wgmma_linear if p.rows <= MOST_ROWS else large_linear
+    return planned(p, gpu, use_pdl)
 
 
 def wgmma_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:

@@ -62,7 +62,7 @@ _WGMMA = (
     ("int4_sym_g32", 64, (4096,), 4096, ""),
     ("int4_sym_g128", 64, (8192,), 8192, ""),
     ("int4_g128", 64, (8192,), 8192, "fp16"),
-    ("int4_sym_g128", 200, (4096, 1024, 1024), 4096, "bias"),
+    ("int4_sym_g128", 190, (4096, 1024, 1024), 4096, "bias"),
     ("int8_col", 64, (4096,), 4096, ""),
     ("int8_g128", 32, (4096,), 4096, "fp16"),
     ("nf4", 64, (8192,), 8192, ""),
@@ -71,6 +71,26 @@ _WGMMA = (
     ("mxfp4", 32, (4096,), 4096, "fp16"),
     ("nvfp4", 64, (4096, 1024, 1024), 4096, "bias"),
     ("nvfp4", 32, (4096,), 4096, "fp16"),
+)
+#: The same for large M: both shapes of tile, whole tiles and parts, steps whose scales are loaded at once and one by one.
+_LARGE_M = (
+    ("int4_sym_g128", 512, (8192,), 8192, ""),
+    ("int4_sym_g128", 192, (4096,), 4096, "fp16"),
+    ("int4_g128", 512, (4096,), 14336, ""),
+    ("int4_g128", 1024, (4096, 1024, 1024), 4096, "bias"),
+    ("int4_g64", 512, (28672,), 4096, "fp16"),
+    ("int4_g32", 8192, (28672,), 4096, ""),
+    ("int4_g32", 512, (2880,), 2880, "fp16"),
+    ("int4_g32_fp32", 512, (4096,), 4096, ""),
+    ("int4_sym_col", 512, (8192,), 8192, ""),
+    ("int8_col", 512, (8192,), 8192, "fp16"),
+    ("int8_g128", 512, (8192,), 8192, ""),
+    ("nf4", 512, (8192,), 8192, ""),
+    ("fp4_bnb", 512, (28672,), 4096, "fp16"),
+    ("mxfp4", 512, (28672,), 4096, ""),
+    ("mxfp4", 512, (2880,), 2880, "fp16 bias"),
+    ("nvfp4", 512, (28672,), 4096, ""),
+    ("nvfp4", 1024, (4096, 1024, 1024), 4096, "fp16 bias"),
 )
 #: (format, M, N of each, K, options, ending) in a decoder block; the largest of each shape of tile.
 _ENDINGS = (
@@ -107,7 +127,7 @@ def configurations() -> Iterator[Configuration]:
     for sample in _SMALL_M:
         for capability in CAPABILITIES:
             yield from _tuned(*sample, capability)
-    for sample in _WGMMA:
+    for sample in (*_WGMMA, *_LARGE_M):
         yield from _tuned(*sample, (9, 0))
     for case in _ENDINGS:
         yield from _ended(*case)

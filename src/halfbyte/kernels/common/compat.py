@@ -13,9 +13,12 @@ from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 #: cp.async of a tensor of pointers into shared memory.
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+#: TMA of a box of a described tensor into shared memory.
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 #: All warps of the block meet here.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _DESCRIPTOR = gl.shared_memory_descriptor

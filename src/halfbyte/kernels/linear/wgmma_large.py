@@ -1,0 +1,385 @@
+"""GEMMs with quantized weights for M from 192 on Hopper, in Gluon: packed weights are unpacked between warp-group MMAs.
+
+    y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
+
+A tile is 128 out features, 64 for each of two warp groups, times 128 or 256 batch rows. The weight is the left operand, in
+registers; x is the right operand, in shared memory, as it is: operands have k in its own order (linear/wgmma_large_operands.py).
+Scales multiply the codes in 16 bits. While the MMAs of 64 k run, the next 64 are unpacked into other registers.
+
+Warps are specialized. One copies x (TMA) into a ring, whose slots are handed on by mbarriers: one says that x is there, one that
+all warps have read it. The eight that multiply do not meet in the loop: each copies the codes of its own rows (cp.async) and loads
+their scales.
+
+Tiles are computed in bands of C.band blocks of batch rows, so that those of the same time share x and weights in the L2 cache. With
+P programs each takes every P-th tile, whole. The tiles that are left come first: each is cut along K into equal parts, as many as
+there are programs for it. Partial results go to the workspace, and the last program to arrive adds them in the order of the parts.
+"""
+
+# ruff: noqa: RET505
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.common.compat import barrier, copy_tile, view
+from halfbyte.kernels.common.launch import Launch
+from halfbyte.kernels.common.shares import quotient
+from halfbyte.kernels.linear.async_copy import _copy_asm, make_pool
+from halfbyte.kernels.linear.operands import dtype_of, halves
+from halfbyte.kernels.linear.results import write_tile
+from halfbyte.kernels.linear.ring import Weights, place
+from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
+from halfbyte.kernels.linear.unpack import make_codebook
+from halfbyte.kernels.linear.wgmma_large_operands import left_operand, load_scales
+from halfbyte.kernels.linear.wgmma_operands import sums_layout
+from halfbyte.plans.linear_spec import LinearPlan
+
+# ----------------------------------------------------------------------------------------------------- copies and mbarriers
+
+
+@gluon.constexpr_function
+def _x_layout():
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@gluon.jit
+def _x_of(pool, slot, C: gl.constexpr):
+    """A slot of x, [block_m, 64]."""
+    shape: gl.constexpr = [C.block_m, C.chunk]
+    return view(pool, gl.constexpr(C.x_at // C.x_bytes) + slot, dtype_of(C), shape, _x_layout())
+
+
+@gluon.jit
+def _asm(text: gl.constexpr, registers: gl.constexpr, operands):
+    """PTX for its effect alone."""
+    gl.inline_asm_elementwise(text, registers, operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _init_asm(C):
+    lines = ["{ .reg .b32 b; .reg .pred q; mov.u32 b, global_smem; setp.eq.u32 q, $1, 0;"]
+    for slot in range(2 * C.x_stages):
+        lines.append(f"@q mbarrier.init.shared.b64 [b+{C.barriers_at + 8 * slot}], {C.warps if slot < C.x_stages else 1};")
+    return " ".join(lines) + " fence.proxy.async.shared::cta; } // $0"
+
+
+@gluon.constexpr_function
+def _await_asm(at):
+    start = "{ .reg .b32 b; .reg .pred q; mov.u32 b, global_smem; add.u32 b, b, $1;"
+    return f"{start} again: mbarrier.test_wait.parity.shared.b64 q, [b+{at}], $2; @!q bra again; }} // $0"
+
+
+@gluon.constexpr_function
+def _free_asm(C):
+    start = "{ .reg .b32 b; .reg .b64 t; .reg .pred q; mov.u32 b, global_smem; add.u32 b, b, $2; setp.eq.u32 q, $1, 0;"
+    return f"{start} @q mbarrier.arrive.shared.b64 t, [b+{C.barriers_at}]; }} // $0"
+
+
+@gluon.jit
+def _free_x(slot, C: gl.constexpr):
+    """This warp's MMAs have read a slot of x."""
+    _asm(_free_asm(C), "=r,r,r,~{memory}", [thread_of(C) % 32, slot * 8])
+
+
+@gluon.jit
+def _turn(slot, parity, C: gl.constexpr):
+    """The next slot of x, and the parity of its mbarriers' phase."""
+    last = slot == C.x_stages - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, parity ^ 1, parity)
+
+
+@gluon.constexpr_function
+def _code_asm(S, C):
+    """A thread's copies of codes: one, or two of rows 8 from each other."""
+    pieces = S.words(C) // 8
+    return _copy_asm(
+        [(row, 0, 0, row * pieces * 16) for row in range(0, 16, 64 // pieces // 2)], 0, 16, False, False, 1, C.whole_tiles
+    )
+
+
+@gluon.jit
+def _piece(S: gl.constexpr, C: gl.constexpr):
+    """The row of a thread's first copy of codes, one of those that its warp multiplies, and the number of the 16 bytes in it."""
+    pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
+    t = thread_of(C)
+    return t // 32 * 16 + t % 32 // pieces, t % pieces
+
+
+@gluon.jit
+def _copy_codes(slot, codes, rows, left, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes of 64 k, of so many rows from a thread's first one on, of which so many k are left."""
+    pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
+    row, piece = _piece(S, C)
+    column = piece ^ (row // gl.constexpr(8 // pieces) % pieces)
+    into = slot * S.slot_bytes(C) + (row * pieces + column) * 16
+    there = gl.where(piece * (8 * S.codes_per_word) < left, rows, 0)
+    _asm(_code_asm(S, C), "=r,r,l,r,r,~{memory}", [into, codes, K // S.codes_per_word * 2, there])
+    commit()
+
+
+@gluon.constexpr_function
+def _codes_there_asm(C):
+    return f"cp.async.wait_group {C.ahead - 1}; bar.warp.sync 0xffffffff; // $0"
+
+
+# -------------------------------------------------------------------------------------------------------------------- work
+
+
+@gluon.jit
+def _work_of(M, K, weights, C: gl.constexpr):
+    """A program's work: the position of its first tile, its first step there, how many steps it has in all; and numbers of tiles
+    of the weights, of blocks of batch rows, of steps of a tile, of those of its part of a tile that is left, of its first own tile,
+    and of parts of a tile.
+    """
+    steps = (K + C.step - 1) // C.step
+    blocks = (M + C.block_m - 1) // C.block_m
+    tiles = 0
+    for i in gl.static_range(gl.constexpr(len(C.weights))):
+        tiles += (weights.features[i] + C.tile - 1) // C.tile
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    own = quotient(tiles * blocks, programs)
+    left = tiles * blocks - own * programs
+    parts = quotient(programs, gl.maximum(left, 1))
+    position = quotient(program, parts)
+    part = program - position * parts
+    begin = quotient(part * steps, parts)
+    shared = gl.where(position < left, quotient(part * steps + steps, parts) - begin, 0)
+    first_own = left + program
+    position = gl.where(shared > 0, position, first_own)
+    return position, gl.where(shared > 0, begin, 0), shared + own * steps, (tiles, blocks, steps, shared, first_own, parts)
+
+
+@gluon.jit
+def _advance(position, step, done, work):
+    """One step further in a program's work: where that is, how many are done, and whether another tile begins."""
+    _, _, steps, shared, first_own, _ = work
+    step += 1
+    done += 1
+    over = (step == steps) | (done == shared)
+    following = gl.where(done == shared, first_own, position + gl.num_programs(0))
+    return gl.where(over, following, position), gl.where(over, 0, step), done, over
+
+
+@gluon.jit
+def _tile_at(position, work, C: gl.constexpr):
+    """The tile of the weights and the block of batch rows at a position of the order in which they are computed."""
+    tiles, blocks, _, _, _, _ = work
+    band = quotient(position, tiles * C.band)
+    inside = position - band * (tiles * C.band)
+    width = gl.minimum(C.band, blocks - band * C.band)
+    tile = quotient(inside, width)
+    return tile, band * C.band + (inside - tile * width)
+
+
+@gluon.jit
+def _codes_at(position, k, K, work, weights, S: gl.constexpr, C: gl.constexpr):
+    """The address of a thread's first piece of codes of 64 k of a tile, and the rows from there on."""
+    tile, _ = _tile_at(position, work, C)
+    codes, _, _, _, _, _, N, n0 = place(tile, weights, C)
+    width = K // S.codes_per_word
+    row, piece = _piece(S, C)
+    at = n0.to(gl.int64) * width + (row * width + piece * 8 + k // S.codes_per_word)
+    return codes.to(gl.int64) + 2 * at, N - n0 - row
+
+
+# --------------------------------------------------------------------------------------------------------- warps that part
+
+
+@gluon.jit
+def _copy_x(X, pool, M, K, weights, C: gl.constexpr):
+    """The warp that copies x."""
+    position, step, end, work = _work_of(M, K, weights, C)
+    done = end * 0
+    slot = end * 0
+    parity = end * 0
+    one: gl.constexpr = [1]
+    if C.use_pdl:
+        gdc_wait()
+    while done < end:
+        _, block = _tile_at(position, work, C)
+        for half in gl.static_range(2):
+            _asm(_await_asm(C.barriers_at), "=r,r,r,~{memory}", [slot * 8, parity ^ 1])
+            there = view(pool, gl.constexpr(C.barriers_at // 8 + C.x_stages) + slot, gl.int64, one, mbarrier.MBarrierLayout())
+            mbarrier.expect(there, C.x_bytes)
+            copy_tile(X, [block * C.block_m, step * C.step + half * C.chunk], there, _x_of(pool, slot, C))
+            slot, parity = _turn(slot, parity, C)
+        position, step, done, _ = _advance(position, step, done, work)
+
+
+@gluon.jit
+def _fetch(half: gl.constexpr, ahead, end, K, work, weights, S: gl.constexpr, C: gl.constexpr):
+    """Ask for the next codes: the first or the second 64 k of a step."""
+    slot, position, step, done, codes, rows = ahead
+    left = gl.where(done < end, K - (step * C.step + half * C.chunk), 0)
+    _copy_codes(slot, codes, rows, left, K, S, C)
+    slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+    codes += C.chunk // S.codes_per_word * 2
+    if half == 1:
+        position, step, done, over = _advance(position, step, done, work)
+        if over:
+            codes, rows = _codes_at(position, 0, K, work, weights, S, C)
+    return slot, position, step, done, codes, rows
+
+
+@gluon.jit
+def _multiply(p, pool, slots, scale, zero, adds: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The MMAs of 64 k, left under way; those before are done."""
+    x_slot, parity, code_slot = slots
+    _asm(_codes_there_asm(C), "=r,~{memory}", [])
+    a = left_operand(pool, code_slot, scale, zero, S, C)
+    _asm(_await_asm(C.barriers_at + 8 * C.x_stages), "=r,r,r,~{memory}", [x_slot * 8, parity])
+    p = warpgroup_mma(a, _x_of(pool, x_slot, C).permute([1, 0]), p, use_acc=adds, is_async=True)
+    x_slot, parity = _turn(x_slot, parity, C)
+    return warpgroup_mma_wait(1, deps=[p]), (x_slot, parity, gl.where(code_slot == C.stages - 1, 0, code_slot + 1))
+
+
+@gluon.jit
+def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
+    """The warps that unpack and multiply."""
+    S: gl.constexpr = C.weights[0]
+    position, step, end, work = _work_of(M, K, weights, C)
+    steps, shared, first_own = work[2], work[3], work[4]
+    # Codes first, ahead of the wait for the kernel before: that may write x, but not a weight.
+    codes, rows = _codes_at(position, step * C.step, K, work, weights, S, C)
+    ahead = (end * 0, position, step, end * 0, codes, rows)
+    for i in gl.static_range(gl.constexpr(C.ahead)):
+        ahead = _fetch(i % 2, ahead, end, K, work, weights, S, C)
+    if C.use_pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    done = end * 0
+    slots = (end * 0, end * 0, end * 0)
+    while done < end:
+        stop = gl.where(done < shared, step + shared, steps)
+        tile, block = _tile_at(position, work, C)
+        _, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
+        scale, zero = load_scales(scales, zeros, n0, N - n0, step, K, S, C)
+        next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, step + 1, K, S, C)
+        # The first step separately: its MMAs define the sums. Set to 0 instead, the assembler would make all MMAs wait for each other.
+        p = gl.full([C.tile, C.block_m], 0.0, gl.float32, sums_layout(C))
+        for half in gl.static_range(2):
+            before = slots[0]
+            p, slots = _multiply(p, pool, slots, scale[half], zero[half], half > 0, S, C)
+            if half > 0:
+                _free_x(gl.where(before == 0, C.x_stages - 1, before - 1), C)
+            ahead = _fetch((half + C.ahead) % 2, ahead, end, K, work, weights, S, C)
+        for now in range(step + 1, stop):
+            scale, zero = next_scale, next_zero
+            next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, now + 1, K, S, C)
+            for half in gl.static_range(2):
+                before = slots[0]
+                p, slots = _multiply(p, pool, slots, scale[half], zero[half], True, S, C)
+                _free_x(gl.where(before == 0, C.x_stages - 1, before - 1), C)
+                ahead = _fetch((half + C.ahead) % 2, ahead, end, K, work, weights, S, C)
+        sums = _columns(warpgroup_mma_wait(0, deps=[p]), C)
+        _free_x(gl.where(slots[0] == 0, C.x_stages - 1, slots[0] - 1), C)
+        if C.whole or stop - step == steps:
+            for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
+                _write(sums[i], tile, block * C.block_m + i * C.sums, M, weights, S, C)
+        else:
+            _exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, S, C)
+        done += stop - step
+        position = gl.where(done == shared, first_own, position + gl.num_programs(0))
+        step = end * 0
+
+
+@gluon.jit
+def _columns(v, C: gl.constexpr):
+    """Sums [tile, block_m] as two or four tensors of C.sums columns."""
+    if C.block_m == 2 * C.sums:
+        return halves(gl.permute(gl.reshape(v, [C.tile, 2, C.sums]), [0, 2, 1]), 1)
+    else:
+        return halves(gl.permute(gl.reshape(v, [C.tile, 2, 2, C.sums]), [0, 3, 1, 2]), 2)
+
+
+@gluon.jit
+def _write(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr):
+    """Sums [tile, C.sums] to y, from `first_row` on."""
+    unit: gl.constexpr = S.unit(C.dtype) / C.unit
+    write_tile(v * unit, tile, first_row, M, weights, S, C)
+
+
+@gluon.jit
+def _flat(v, C: gl.constexpr):
+    """Sums [tile, C.sums] in a row: four numbers that a thread holds, then those of the next."""
+    v = gl.reshape(v, [C.tile // 16, 2, 8, C.sums // 8, 4, 2])
+    return gl.reshape(gl.permute(v, [3, 0, 2, 4, 1, 5]), [C.tile * C.sums])
+
+
+@gluon.jit
+def _unflat(v, layout: gl.constexpr, C: gl.constexpr):
+    v = gl.permute(gl.reshape(v, [C.sums // 8, C.tile // 16, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.convert_layout(gl.reshape(v, [C.tile, C.sums]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, S: gl.constexpr, C: gl.constexpr):
+    """A part of a tile's sums to the workspace; the last program to arrive adds all parts, in their order."""
+    _, _, _, _, _, parts = work
+    program = gl.program_id(0)
+    layout: gl.constexpr = sums[0].type.layout
+    of_column: gl.constexpr = C.tile * C.sums
+    offsets = gl.arange(0, of_column, layout=_flat(sums[0], C).type.layout)
+    for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
+        own = Partials + (program.to(gl.int64) * C.partial_floats + i * of_column)
+        gl.store(own + offsets, _flat(sums[i], C), cache_modifier=".cg")
+    barrier()
+    before = gl.atomic_add(Semaphores + position, 1, sem="acq_rel", scope="gpu")
+    if before == parts - 1:
+        gl.store(Semaphores + position, 0)
+        first = position * parts
+        for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
+            mine = _flat(sums[i], C)
+            base = Partials + (first.to(gl.int64) * C.partial_floats + i * of_column)
+            total = gl.load(base + offsets, mask=(offsets >= 0) & (first != program), other=0.0, cache_modifier=".cg")
+            total = gl.where(first == program, mine, total)
+            for other in range(first + 1, first + parts):
+                base += C.partial_floats
+                part = gl.load(base + offsets, mask=(offsets >= 0) & (other != program), other=0.0, cache_modifier=".cg")
+                total += gl.where(other == program, mine, part)
+            _write(_unflat(total, layout, C), tile, block * C.block_m + i * C.sums, M, weights, S, C)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def linear_large(
+    X,  # a TMA descriptor of x [M, K] in boxes [C.block_m, 64]
+    Partials,  # fp32 workspace: a partial result of each program
+    Semaphores,  # int32, one for each tile that is split, zero before and after
+    M,
+    K,
+    weights: Weights,
+    C: gl.constexpr,
+):
+    """One program's share of all tiles: 128 out features times C.block_m batch rows."""
+    S: gl.constexpr = C.weights[0]
+    pool = make_pool(C)
+    _asm(_init_asm(C), "=r,r,~{memory}", [thread_of(C)])
+    if S.kind == "table":
+        make_codebook(pool, S, C)
+    check_addresses(pool, S, C)
+    barrier()
+    gl.warp_specialize(
+        [(_compute, (pool, Partials, Semaphores, M, K, weights, C)), (_copy_x, (X, pool, M, K, weights, C))],
+        [1],
+        [C.copy_registers],
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- host code
+
+
+def launches(
+    x: torch.Tensor, weights: Weights, plan: LinearPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
+) -> list[Launch]:
+    """As `mma.launches`. x is described by its address, so the launch cache cannot repeat it."""
+    spec = plan.spec
+    described = TensorDescriptor.from_tensor(x, [spec.block_m, spec.chunk], _x_layout())
+    options = {"launch_pdl": spec.use_pdl, "num_warps": spec.warps, "maxnreg": spec.registers}
+    return [Launch(linear_large, (plan.programs,), (described, partials, semaphores, *x.shape, weights, spec), options)]

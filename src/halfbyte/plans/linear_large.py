@@ -1,0 +1,124 @@
+"""GEMMs with M from 192 on Hopper: what the kernel is compiled for, and how the work is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from halfbyte.device import GPU, sm_shared_memory, supports_wgmma
+from halfbyte.plans.linear import BLOCK_BYTES, one_weight_spec
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
+from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
+
+#: What a step of a tile costs by its batch rows, in us as measured, and that several programs compute a tile: they exchange sums.
+_STEP_COST, _SPLIT_COST = {128: 0.92, 256: 1.35}, {128: 10.0, 256: 16.0}
+#: The fewest steps of a part of a tile; slots of the ring of codes, which come from far: with 8 no room is left for the mbarriers.
+_FEWEST_STEPS, _CODE_STAGES = 4, 7
+#: Kernels compute with positions of tiles in fp32.
+_MOST_TILES = 2**23
+
+
+@dataclass(frozen=True)
+class LinearLargeSpec(LinearWgmmaSpec):
+    """Everything the kernel for large M (kernels/linear/wgmma_large.py) is compiled for.
+
+    Tiles have 128 rows of the weight, 64 for each of two warp groups, and 128 or 256 batch rows (`block_m`). `chunk` is copied and
+    multiplied at once, a step is two of them; `stages` are slots of the ring of codes.
+    """
+
+    x_stages: int = 0  # slots of the ring of x
+    aligned: bool = False  # K is whole steps: scales of a step are loaded at once
+    step: ClassVar[int] = 128
+    sums: ClassVar[int] = 64  # batch rows of a tile that are written at once
+    band: ClassVar[int] = 8  # blocks of batch rows whose tiles are computed side by side, so that they share x and weights in L2
+    table_parts: ClassVar[int] = 8
+    registers: ClassVar[int] = 168  # of a thread at the start; the warp that copies x keeps fewer, the others take what it leaves
+    copy_registers: ClassVar[int] = 40
+    launches: ClassVar[str] = "wgmma; one launch, of warps that copy x and warps that unpack and multiply"
+    stream_k: ClassVar[bool] = False
+
+    @property
+    def ahead(self) -> int:
+        """How many times 64 k copies of codes are ahead."""
+        return self.stages - 2
+
+    @property
+    def barriers_at(self) -> int:
+        """Where the mbarriers of x lie, 8 bytes each: for each slot one that says that it was read, then those that x is there."""
+        return self.stages * self.weights[0].slot_bytes(self)
+
+    @property
+    def x_at(self) -> int:
+        """Where x begins in shared memory, a multiple of its slots: behind codes, mbarriers and the codebook."""
+        weight = self.weights[0]
+        table_end = weight.codebook_at(self) + CODEBOOK_BYTES if weight.codebook else 0
+        return multiple(max(table_end, self.barriers_at + 16 * self.x_stages), self.x_bytes)
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.x_at + self.x_stages * self.x_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the rings, a part of a tile of y, and what the compiler needs for warps that part."""
+        return self.ring_bytes + 2 * self.tile * self.sums + 256
+
+    @property
+    def unit(self) -> float:
+        """The scale of the sums of the MMA."""
+        weight = self.weights[0]
+        if weight.kind == "table":
+            return weight.unit(self.dtype)
+        return 2.0**-6 if weight.kind == "unsigned" and self.dtype == "bf16" else 1.0
+
+
+def large_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
+    """How the kernel for large M computes a GEMM; in words, why it cannot."""
+    if not supports_wgmma(gpu.capability):
+        return f"compute capability {gpu.capability[0]}.{gpu.capability[1]}; wgmma needs 9.0"
+    weight = one_weight_spec(p, e2m1_codebook=True)
+    if isinstance(weight, str):
+        return weight
+    if p.width % (8 * weight.codes_per_word):
+        return f"{p.width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
+    if p.tiles(LinearLargeSpec.tile) * p.rows >= 128 * _MOST_TILES:
+        return f"M = {p.rows}; the kernel numbers up to {_MOST_TILES} tiles"
+    shapes = [_staged((weight,) * len(p.weights), block_m, p, use_pdl) for block_m in (256, 128)]
+    _, plan = min((_divided(shape, p, gpu.num_sms) for shape in shapes), key=lambda made: made[0])
+    return plan
+
+
+def _staged(weights: tuple[WeightSpec, ...], block_m: int, p: LinearProblem, use_pdl: bool) -> LinearLargeSpec:
+    """The shape of a block with as many slots of x as shared memory has room for, at most 8."""
+    shape = LinearLargeSpec(weights, p.half, block_m, 64, _CODE_STAGES, 1, use_pdl, x_stages=3)
+    shape = replace(shape, whole_tiles=all(n % shape.tile == 0 for n in p.features), aligned=p.width % shape.step == 0)
+    fits = [s for n in range(3, 9) if (s := replace(shape, x_stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
+    return fits[-1]
+
+
+def _divided(shape: LinearLargeSpec, p: LinearProblem, slots: int) -> tuple[float, LinearPlan]:
+    """The fastest division of the work among programs by what it costs, in us, and its plan."""
+    tiles, steps = p.tiles(shape.tile) * -(-p.rows // shape.block_m), -(-p.width // shape.step)
+    most = min(slots, tiles * max(1, steps // _FEWEST_STEPS))
+    few = -(-tiles // -(-tiles // slots))  # as many waves, and the fewest programs that do it
+    costs = {
+        programs: _cost(shape, tiles, steps, programs)
+        for programs in (few, tiles * max(1, most // tiles), most)
+        if programs <= slots
+    }
+    programs = min(costs, key=lambda n: (costs[n], n))
+    parts = parts_of(tiles, programs)
+    split = tiles % programs if parts > 1 else 0
+    return costs[programs], LinearPlan(replace(shape, whole=not split), programs, tiles, steps, split, 1)
+
+
+def _cost(shape: LinearLargeSpec, tiles: int, steps: int, programs: int) -> float:
+    parts = parts_of(tiles, programs)
+    longest = tiles // programs * steps + (-(-steps // parts) if parts else 0)
+    return longest * _STEP_COST[shape.block_m] + (_SPLIT_COST[shape.block_m] if parts > 1 else 0)
+
+
+def parts_of(tiles: int, programs: int) -> int:
+    """In how many parts each of the tiles is cut that are left when all programs have as many; 0: none is left."""
+    left = tiles % programs
+    return programs // left if left else 0
