@@ -87,7 +87,7 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
 
 
 @pytest.mark.parametrize("name", ["int4_sym_g128", "mxfp4", "int8_col"])
-@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 200])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 190])
 def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
     plan = analytic(name, (6144,), 4096, rows)
     assert with_linear_choice(plan, linear_choice(plan), problem_of(name, (6144,), 4096, rows), H200) == plan
@@ -561,7 +561,7 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
     assert run(*command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4096,1024,1024 x 4096, 1 row, int4_sym_g128: ")
-    assert "M = 300; wgmma takes 17 to 256" in lines[1]
+    assert "M = 300; the kernel for large M leaves no choice" in lines[1]
     assert lines[-1].startswith("4 problems, ")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from halfbyte.device import GPU, Capability
 from halfbyte.plans.linear import planned, staged, with_copies
+from halfbyte.plans.linear_large import LinearLargeSpec
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import divided, wgmma_staged
 
@@ -35,6 +36,8 @@ _MOST_PROGRAMS = 4
 
 def with_linear_choice(plan: LinearPlan, c: LinearChoice, p: LinearProblem, gpu: GPU) -> LinearPlan | str:
     """The plan of a problem with another choice, or the reason why that is not possible."""
+    if isinstance(plan.spec, LinearLargeSpec):
+        return f"M = {p.rows}; the kernel for large M leaves no choice"
     if isinstance(plan.spec, LinearSpec):
         spec: LinearSpec | LinearWgmmaSpec | str = _few_rows(plan.spec, c, p.width, gpu.capability)
     else:

@@ -181,8 +181,9 @@ class LinearTuning:
         weights = tuple((weight_format(self.formats), n) for n in self.features)
         where = LinearProblem(weights, self.rows, self.width, "bf16"), gpu
         first = tuned_linear(*where, use_pdl=True)
-        if isinstance(first, str):
-            return Planned(where[0], {}, first)
+        own = first if isinstance(first, str) else with_linear_choice(first, linear_choice(first), *where)
+        if isinstance(first, str) or isinstance(own, str):
+            return Planned(where[0], {}, str(own))
         return Planned.of(where[0], {c: with_linear_choice(first, c, *where) for c in linear_choices(first, *where)}, quick)
 
     def measure(self, session: Session) -> Iterator[Record]:

@@ -262,7 +262,7 @@ def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
         _, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
         scale, zero = load_scales(scales, zeros, n0, N - n0, step, K, S, C)
         next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, step + 1, K, S, C)
-        # The first step separately: its MMAs define the sums. Set to 0 instead, the assembler would make all MMAs wait for each other.
+        # The first step separately: its MMAs define the sums. Were they set to 0, the assembler would make all MMAs wait.
         p = gl.full([C.tile, C.block_m], 0.0, gl.float32, sums_layout(C))
         for half in gl.static_range(2):
             before = slots[0]
