@@ -44,7 +44,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/internals/decode.md": {"bytes": formats.token_bytes},
     "docs/internals/decisions.md": {"decisions": reference.decisions},
     "docs/reference/formats.md": {"formats": tables.formats},
-    "docs/reference/models.md": {"models": tables.models},
+    "docs/reference/models.md": {"models": tables.models, "steps": tables.steps},
     "docs/reference/api.md": {"names": reference.public_names},
     "docs/reference/cli.md": {"commands": reference.command_line},
     "docs/reference/environment.md": {"variables": reference.environment},

@@ -56,6 +56,16 @@ def models() -> str:
     return markdown((f"packed cache, transformers {first['transformers']}", "families, share of weights that is quantized"), rows)
 
 
+def steps() -> str:
+    """Families by how `generate()` runs their decode steps, from the record of the tests."""
+    by_outcome: dict[str, list[str]] = {}
+    for line in map(json.loads, FAMILIES.read_text(encoding="utf-8").splitlines()[1:]):
+        if line.get("steps"):
+            by_outcome.setdefault(line["steps"], []).append(line["family"])
+    rows = [(outcome, ", ".join(families)) for outcome, families in sorted(by_outcome.items(), key=lambda x: -len(x[1]))]
+    return markdown(("steps of `generate()`", "families"), rows)
+
+
 def served_families() -> int:
     """Families whose packed cache gives the tokens of transformers."""
     return sum(_cache_outcome(line) == SERVED for line in json_lines(FAMILIES.name) if "family" in line)

@@ -25,6 +25,12 @@ from transformers import DynamicCache
 
 import halfbyte.hf as hf
 from halfbyte.errors import HalfbyteError
+from halfbyte.hf import graph_generate
+from halfbyte.hf.fused_blocks import FusedBlock, fused_view
+from halfbyte.hf.fused_parts import AsItIs
+from halfbyte.hf.mixtures import layout
+from halfbyte.hf.model_support import blocks
+from halfbyte.hf.recorded_step import Forward
 from halfbyte.memory import packed_layers
 
 RECORD = Path(__file__).parents[2] / "results" / "families.jsonl"
@@ -78,6 +84,37 @@ def cache_outcome(family: str) -> str | None:
     return None
 
 
+def steps_outcome(family: str) -> str:
+    """How plain `generate()` runs the steps of a family whose cache is served: a recorded one for every token, or why not."""
+    model, reasons, steps = hf.quantize(tiny_model(family), keys="int8", values="int8"), [], []
+    run = Forward.__call__
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(graph_generate, "warn_once", reasons.append)
+        patched.setattr(Forward, "__call__", lambda *a: steps.append(1) or run(*a))
+        greedy(model)
+    if reasons:
+        return f"transformers' loop: {reasons[0].partition('not recorded: ')[2]}"
+    assert len(steps) == 5, "a step for every token behind the first"
+    view = fused_view(model)
+    if view is None:
+        return "recorded; blocks are not residual branches behind an RMSNorm"
+    layers = [m for m in view.get_decoder().modules() if isinstance(m, FusedBlock)]
+    forms = [part for m in layers for form, _, _ in m.branches for part in getattr(form, "forms", [form])]
+    own = {_kind(form.module) for form in forms if isinstance(form, AsItIs)}
+    unfused = ["some blocks"] * (len(layers) < len(blocks(model)))
+    left = [*unfused, *sorted(own)]
+    return f"recorded and fused, but for {', '.join(left)}" if left else "recorded and fused"
+
+
+def _kind(module: Any) -> str:
+    """What kind of branch a module is."""
+    if any(layout(m) is not None for m in module.modules()):
+        return "experts"
+    name = type(module).__name__.lower()
+    kinds = {"mamba": "recurrences", "attention": "attention", "mlp": "MLPs", "feedforward": "MLPs", "moe": "experts"}
+    return next((kind for word, kind in kinds.items() if word in name), "recurrences")
+
+
 def weights_outcome(family: str) -> str | None:
     """None if the formats that fit give the logits of the dequantized model; else the reason why none does."""
     reasons = []
@@ -104,7 +141,9 @@ def outcome(family: str) -> dict[str, Any]:
         tiny_model(family)
     except Exception as error:
         return {"family": family, "built": f"{type(error).__name__}: {error}".splitlines()[0]}
-    return {"family": family, "cache": cache_outcome(family), "weights": weights_outcome(family)}
+    cache = cache_outcome(family)
+    steps = None if cache else steps_outcome(family)
+    return {"family": family, "cache": cache, "weights": weights_outcome(family), "steps": steps}
 
 
 def fails_by_itself(family: str) -> str:

@@ -178,9 +178,10 @@ def test_every_block_of_these_families_is_fused(family):
 HYBRIDS = {
     "qwen3_5_text": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
     "qwen3_next": [["AsItIs", "AsItIs"], ["Heads", "AsItIs"]],
-    "granitemoehybrid": [["AsItIs", "function"], ["Heads", "function"]],
+    "granitemoehybrid": [["AsItIs", "AddedForms"], ["Heads", "AddedForms"]],
     "nemotron_h": [["AsItIs"], ["AsItIs"], ["Heads"], ["AsItIs"]],
     "lfm2": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
+    "bamba": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
     "olmo_hybrid": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
     "mimo_v2_flash": [["AsItIs", "GatedMlp"], ["AsItIs", "AsItIs"]],
     "ministral3": [["Heads", "GatedMlp"]] * 2,

@@ -87,7 +87,7 @@ class Structure(NamedTuple):
     names           the arguments of its forward, in their order
     x_name          what its first tensor is called
     knows           those of the step that was read
-    returns_tuple   whether it returns its result in a tuple
+    nones           how many None it returns behind its result, in a tuple; None: it returns its result alone
     """
 
     branches: list[Branch]
@@ -95,7 +95,7 @@ class Structure(NamedTuple):
     names: tuple[str, ...]
     x_name: str
     knows: frozenset[str]
-    returns_tuple: bool
+    nones: int | None
 
 
 class Reading(NamedTuple):
@@ -260,8 +260,11 @@ def structure_of(calls: Sequence[Call], norms: Mapping[int, Norm]) -> Structure:
         raise Unsupported("its result is not the sum of its branches")
     if sum(norm is not None for branch in branches for norm in branch[:2]) != len(outer_norms):
         raise Unsupported("it has norms elsewhere than around its branches")
+    rest = block.out[1:] if isinstance(block.out, tuple) else None
+    if rest is not None and any(x is not None for x in rest):
+        raise Unsupported("it returns more than its result")
     names = tuple(_names(block.module))
-    return Structure(branches, multiplier, names, x_name, frozenset(arguments), isinstance(block.out, tuple))
+    return Structure(branches, multiplier, names, x_name, frozenset(arguments), None if rest is None else len(rest))
 
 
 def _sums_up(expected: torch.Tensor, found: Any) -> bool:

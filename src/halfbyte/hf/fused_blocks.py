@@ -28,7 +28,7 @@ from torch import nn
 
 from halfbyte.errors import Unsupported
 from halfbyte.hf.block_structure import Structure, norms_of, readings, same, structure_of
-from halfbyte.hf.fused_parts import Form, Tables, fused_part, quantized_layer, whole_rows
+from halfbyte.hf.fused_parts import AddedForms, Form, Tables, fused_part, quantized_layer, whole_rows
 from halfbyte.hf.model_support import blocks, tensors_of
 from halfbyte.hf.weights import all_agree, all_reduce_of, partial_layer
 from halfbyte.nn import QuantLinear, local_shard
@@ -125,8 +125,9 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
             continue
         after = structures[i + 1] if i + 1 < len(layers) else None
         following = last if i + 1 == len(layers) else None if after is None else after.branches[0].before
-        forms = [[fused_part(part, i, (near, far), norms, tables, known) for part in branch.parts] for branch in structure.branches]
-        made.append(FusedBlock(layer, structure, list(map(_joined, forms)), following, ahead, all_reduce))
+        parts = [[fused_part(part, i, (near, far), norms, tables, known) for part in branch.parts] for branch in structure.branches]
+        forms = [own[0] if len(own) == 1 else AddedForms(own) for own in parts]
+        made.append(FusedBlock(layer, structure, forms, following, ahead, all_reduce))
     inner: dict[str, nn.Module] = {name: nn.ModuleList(made)}
     if final is not None and structures[-1] is not None:
         inner |= {n: _FinalNorm(last, ahead) for n, m in around.named_children() if m is final.module}
@@ -226,7 +227,7 @@ class FusedBlock(nn.Module):
         for form, after, before in self.branches:
             hidden, x = self._sum(*form(x, block), hidden, after, before)
         self.ahead.held = hidden, x
-        return (hidden,) if structure.returns_tuple else hidden
+        return hidden if structure.nones is None else (hidden, *(None,) * structure.nones)
 
     def _sum(
         self, x: torch.Tensor, last: nn.Module | None, hidden: torch.Tensor, after: Norm | None, before: Norm | None
@@ -244,13 +245,3 @@ class FusedBlock(nn.Module):
             x = last(x)
         hidden, normed = add_norm(x, hidden, before, after=after, multiplier=multiplier, all_reduce=all_reduce)
         return hidden, hidden if normed is None else normed
-
-
-def _joined(forms: list[Form]) -> Form:
-    """The forms of modules whose results are added up as one."""
-
-    def form(x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, None]:
-        results = (part(x, block) for part in forms)
-        return sum(y if last is None else last(y) for y, last in results), None  # type: ignore[return-value]
-
-    return forms[0] if len(forms) == 1 else form

@@ -87,6 +87,18 @@ class AsItIs:
         return (y[0] if isinstance(y, tuple) else y), None  # a mixture returns the scores of its router, too
 
 
+class AddedForms:
+    """Modules whose results are added up, each in its form."""
+
+    def __init__(self, forms: list[Form]) -> None:
+        self.forms = forms
+
+    def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        results = [form(x, block) for form in self.forms]
+        first, *others = (y if last is None else last(y) for y, last in results)
+        return sum(others, first), None
+
+
 # ----------------------------------------------------------------------------------------------------------------------- MLP
 
 

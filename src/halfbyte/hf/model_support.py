@@ -46,7 +46,7 @@ _BY_REASON: dict[str, str] = {
     "megatron-bert mpt openai-gpt prophetnet reformer rembert roformer tapas trocr xglm xlm xlnet",
     _RECURRENT: "falcon_mamba mamba mamba2 rwkv xlstm",
     _OWN_STATES: "minimax recurrent_gemma",
-    _OVERLAY: "cosmos3_edge diffusion_gemma gemma3 git idefics2 kosmos2 kosmos2_5 paligemma t5gemma2",
+    _OVERLAY: "cosmos3_edge diffusion_gemma git idefics2 kosmos2 kosmos2_5 paligemma t5gemma2",
     _WINDOW: "moshi",
     _BIAS: "inkling inkling2 inkling2_loop longt5 mt5 pix2struct pop2piano switch_transformers t5 udop umt5",
 }
@@ -147,9 +147,7 @@ def check_model_support(model_or_config: Any) -> None:
     config, inner = getattr(model_or_config, "config", model_or_config), text_config(model_or_config)
     for candidate in (config, inner):
         name = str(getattr(candidate, "model_type", ""))
-        reason = REFUSED.get(name)
-        if reason is None and name != "gemma3_text":  # Gemma 3 without its images is causal
-            reason = REFUSED.get(name.removesuffix("_model").removesuffix("_text"))
+        reason = REFUSED.get(name) or REFUSED.get(name.removesuffix("_model").removesuffix("_text"))
         if reason is not None:
             raise _refusal(name, reason)
     name = str(getattr(inner, "model_type", "") or type(inner).__name__)
