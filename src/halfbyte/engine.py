@@ -70,6 +70,7 @@ class PageLayout:
             if fmt.granularity in _NOT_PAGED:
                 why, fits = _NOT_PAGED[fmt.granularity], ", ".join(PAGE_FORMATS)
                 raise Unsupported(f"{name}={fmt.name!r} cannot be stored in pages: {why}; choose one of: {fits}")
+            _check_groups(name, fmt, dim)
             fmt.check_shape((1, dim), name)
             object.__setattr__(self, name, fmt)
         object.__setattr__(self, "head_dim", head_dim)
@@ -128,6 +129,16 @@ class PageLayout:
         on_16_bytes = memory.data_ptr() % 16 == 0 and (pages <= 1 or step[0] % 16 == 0)
         check(on_16_bytes, "memory is not aligned to 16 bytes; start it, and each page, at a multiple of 16")
         return memory.view(torch.uint8).as_strided((pages, size), (step[0], 1))
+
+
+def _check_groups(name: str, fmt: Format, dim: int) -> None:
+    """Raise where groups do not divide a head, naming formats of the same codes that pages can hold."""
+    if fmt.granularity == "group" and dim % fmt.group_size(dim):
+        fits = [other for other, f in PAGE_FORMATS.items() if f.code == fmt.code and dim % f.group_size(dim) == 0]
+        raise InvalidArgument(
+            f"{name} has a last axis of {dim}, which groups of {fmt.group_size(dim)} ({fmt.name}) do not divide; "
+            f"{', '.join(fits)} would fit"
+        )
 
 
 def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[tuple[PageLayout, bool]]:

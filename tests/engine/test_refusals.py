@@ -33,7 +33,13 @@ def test_formats_that_do_not_live_in_a_page() -> None:
 
 
 def test_a_cache_dtype_beside_the_formats() -> None:
-    assert "kv_cache_dtype" in refused(backend_name("int8", "int8"), kv_cache_dtype="fp8")
+    for dtype in ("fp8", "bfloat16"):
+        assert f"kv_cache_dtype='{dtype}'" in refused(backend_name("int8", "int8"), kv_cache_dtype=dtype)
+
+
+def test_layers_that_the_model_does_not_have() -> None:
+    said = refused(backend_name("int8", "int8"), kv_cache_dtype_skip_layers=["0", "99"])
+    assert "kv_cache_dtype_skip_layers names layers 99; the model has layers 0 to" in said
 
 
 def test_heads_that_fit_no_page(tmp_path: Path) -> None:
@@ -61,6 +67,13 @@ def test_latent_attention(tmp_path: Path) -> None:
 )
 def test_wrong_options(options: dict[str, object], said: str) -> None:
     assert said in refused(backend_name("int8", "int8"), additional_config={"halfbyte": options})
+
+
+@pytest.mark.parametrize("options", [None, "exact"])
+def test_options_that_are_no_object(options: object) -> None:
+    assert f"halfbyte={options!r}; expected an object" in refused(
+        backend_name("int8", "int8"), additional_config={"halfbyte": options}
+    )
 
 
 def test_a_plan_backend_without_a_plan() -> None:

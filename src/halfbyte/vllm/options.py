@@ -33,10 +33,13 @@ class Options(NamedTuple):
     def current(cls, pair: Pair) -> Options:
         """The options of the engine that is being built, checked, for a backend of these formats."""
         config = get_current_vllm_config()
-        given = config.additional_config.get("halfbyte", {}) if isinstance(config.additional_config, dict) else {}
-        unknown = sorted(set(given) - set(cls._fields))
-        check(not unknown, f"additional_config has halfbyte options {unknown}; known are {', '.join(cls._fields)}")
-        options = cls(**given)
+        chosen = config.additional_config.get("halfbyte", {}) if isinstance(config.additional_config, dict) else {}
+        known = ", ".join(cls._fields)
+        check(isinstance(chosen, dict), f"additional_config has halfbyte={chosen!r}; expected an object with some of: {known}")
+        unknown = sorted(set(chosen) - set(cls._fields))
+        check(not unknown, f"additional_config has halfbyte options {unknown}; known are {known}")
+        options = cls(**chosen)
+        _check_skipped(config)
         check(options.prefill in ("cache", "exact"), f"halfbyte option prefill={options.prefill!r}; choose cache or exact")
         check(isinstance(options.rotate_keys, bool), f"halfbyte option rotate_keys={options.rotate_keys!r}; choose true or false")
         check(
@@ -47,6 +50,16 @@ class Options(NamedTuple):
         plan = options.plan
         check(plan is None or not options.rotate_keys, "halfbyte option rotate_keys: a plan says it for each layer; leave it out")
         return options if plan is None else options._replace(plan=_fitting(plan, config.model_config))
+
+
+def _check_skipped(config: Any) -> None:
+    """Raise where kv_cache_dtype_skip_layers names a layer that neither the model nor its drafts have."""
+    models, speculation = [config.model_config], config.speculative_config
+    if speculation is not None:  # the model here may be the draft model
+        models += [speculation.target_model_config, speculation.draft_model_config]
+    layers = sum({id(m): m.hf_text_config.num_hidden_layers for m in models if m is not None}.values())
+    beyond = [name for name in config.cache_config.kv_cache_dtype_skip_layers if name.isdigit() and int(name) >= layers]
+    check(not beyond, f"kv_cache_dtype_skip_layers names layers {', '.join(beyond)}; the model has layers 0 to {layers - 1}")
 
 
 def _fitting(plan: CachePlan | str, model_config: Any) -> CachePlan:
@@ -79,7 +92,7 @@ def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str) -> None:
     """Raise for heads that do not fit into a page, and for a kv_cache_dtype next to a backend that has formats of its own."""
     if pair is not None:
         PageLayout(*pair, head_size)
-    if kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+    if kv_cache_dtype != "auto":
         raise Unsupported(
             f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend with formats of its own exclude each other; leave "
             f"kv_cache_dtype out"
