@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from halfbyte.formats import Format
+from halfbyte.ops import compiling
 from halfbyte.ops.workspace import counters, floats, shared
 
 Key = tuple[Any, ...]
@@ -129,7 +130,7 @@ def launch(
         kernels = with_compiled(
             key, lambda known: [one(kernel) for one, kernel in zip(some, known or [None] * len(some), strict=True)]
         )
-    if signature is None or not signature.covers(op.tensors(call)):
+    if signature is None or compiling.active() or not signature.covers(op.tensors(call)):
         return
     if len(_launches) >= _CAPACITY:
         _launches.clear()
@@ -230,7 +231,7 @@ def with_compiled(key: Key, launch: Callable[[Any], Any]) -> Any:
     """launch(compiled kernel of this key; None the first time): bypasses the JIT for calls without a signature."""
     before = _compiled.get(key)
     kernel = launch(before)
-    if before is None:
+    if before is None and not compiling.active():
         if len(_compiled) >= _CAPACITY:
             _compiled.clear()
         _compiled[key] = kernel

@@ -87,7 +87,7 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
 
 def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem:
     """Ragged queries, at most `most` per sequence, as a tuned kernel takes them: each block of them becomes a sequence."""
-    even = replace(p, ragged=False, batch=1, queries=min(most, p.queries))
+    even = replace(p, ragged=False, batch=1, queries=most)
     if p.deterministic_batch:  # as many as fill 8 query rows, in every call
         return replace(even, queries=max(1, 8 // p.group))
     queries = queries_of_a_block(even, capability) or even.queries

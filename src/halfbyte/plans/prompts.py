@@ -57,10 +57,6 @@ def groups(
     return result
 
 
-def bucket(most: int, requests: int, tokens: int) -> int:
-    """`max_query_len` for a call of `attention_varlen`, of which kernels are compiled for few: a power of two from 8 on.
-
-    Never tokens / requests, which would promise as many queries of each request, and choose kernels by the number of requests.
-    """
-    size = max(8, 1 << max(0, most - 1).bit_length())
-    return 2 * size if requests * size == tokens else size
+def bucket(most: int) -> int:
+    """`max_query_len` for requests with at most so many new tokens: a power of two from 8 on, so that few kernels are compiled."""
+    return max(8, 1 << max(0, most - 1).bit_length())

@@ -40,6 +40,7 @@ from halfbyte.plans.prompts import bucket, groups
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
 from halfbyte.vllm.prompts import FlashPrompts, Ragged, flash_prompts
+from halfbyte.vllm.warm_up import Limits, warm_up
 
 #: A child of vLLM's logger, so that vLLM prints it.
 logger = init_logger("vllm.halfbyte")
@@ -175,7 +176,7 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
                 Ragged(
                     slice(begin, end),
                     m.query_start_loc[some.start : some.stop + 1] - begin,
-                    most if group.unpacked else bucket(most, group.last - group.first, end - begin),
+                    most if group.unpacked else bucket(most),
                     m.seq_lens[some].clone(),
                     m.block_table_tensor[some].clone(),
                     group.exact,
@@ -226,6 +227,9 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         )
         self._scratch_tokens = config.model_config.max_model_len + config.scheduler_config.max_num_batched_tokens
         self.prompts: FlashPrompts | None = None
+        drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+        scheduler = config.scheduler_config
+        self._limits, self._warm = Limits(scheduler.max_num_seqs, 1 + drafts, scheduler.max_num_batched_tokens), False
         self._memory: tuple[int, int] | None = None
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
 
@@ -275,6 +279,9 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
                 self.prompts.scratch()
             return output.fill_(0)
         keys, values = self.buffers(layer, kv_cache)
+        if not self._warm and key is not None and attn_metadata.parts:  # vLLM's warm-up has come to attention
+            self._warm = True
+            warm_up(self, self._limits, query, key, value, (keys, values), attn_metadata.parts[0].page_table)
         for part in attn_metadata.parts:
             q, out = query[part.rows], output[part.rows]
             new = (key[part.rows], value[part.rows]) if part.exact and key is not None else None
@@ -282,19 +289,25 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             if part.host and self.prompts is not None:
                 self.prompts.attend(part, q, cache, new, out)
             else:
-                self._attend(part, q, cache, new, out)
+                self.attend_codes(cache, part.cu_seqlens_q, part.max_query_len, q, new, out)
         return output
 
-    def _attend(
-        self, part: Ragged, query: torch.Tensor, cache: PagedView, new: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor
+    def attend_codes(
+        self,
+        cache: PagedView,
+        cu_seqlens_q: torch.Tensor,
+        max_query_len: int,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        out: torch.Tensor,
     ) -> None:
-        """By kernels that read codes."""
+        """query [T, Hq, D] into out [T, Hq, Dv], by kernels that read codes; new: k and v of this step, unquantized."""
         k, v = (None, None) if new is None else new
         attention_varlen(
             query,
             cache,
-            part.cu_seqlens_q,
-            part.max_query_len,
+            cu_seqlens_q,
+            max_query_len,
             sm_scale=self.scale,
             alibi_slopes=self.alibi_slopes,
             window=self.sliding_window,

@@ -1,0 +1,127 @@
+"""Every variant of a kernel that a layer can meet, compiled in vLLM's warm-up, in parallel.
+
+Plans are pure functions, and the builder passes few values of `max_query_len` (`halfbyte.plans.prompts.bucket`): so the calls
+below, on requests without tokens, reach every variant, whatever an engine of these limits is sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from halfbyte.engine import PagedView, unpack_pages
+from halfbyte.kv_buffer import KVBuffer
+from halfbyte.ops.compiling import compiling_only
+from halfbyte.plans.prompts import ROWS, bucket
+
+#: Work items up to which plans may differ from one number to the next: they compare them with multiprocessors.
+_ITEMS = 400
+
+#: Layers that are compiled, by all that decides which kernels they take.
+_compiled: set[tuple[Any, ...]] = set()
+
+
+class Limits(NamedTuple):
+    """Of an engine: most requests of a step; tokens of a decoding request, drafts included; most tokens of a step."""
+
+    requests: int
+    drafts: int
+    tokens: int
+
+
+class Batch(NamedTuple):
+    """A call of `attention_varlen`, without its tokens."""
+
+    requests: int
+    max_query_len: int
+    tokens: int
+
+
+def batches(limits: Limits, heads: tuple[int, int], unpacked: bool) -> Iterator[Batch]:
+    """The calls that an engine can make, one or more for each plan. heads: of queries and KV. unpacked: long chunks take no kernel
+    that reads codes."""
+    query_heads, few = heads[0] // heads[1], -(-_ITEMS // heads[1])
+    for drafts in range(1, limits.drafts + 1):
+        yield from (Batch(requests, drafts, requests * drafts) for requests in _counts(limits.requests, few))
+    longest = min(limits.tokens, -(-ROWS // query_heads)) if unpacked else limits.tokens
+    for most in (1 << n for n in range(3, bucket(longest).bit_length())):
+        even = min(limits.requests, limits.tokens // most)
+        yield from (Batch(requests, most, requests * most) for requests in _counts(even, few))
+        yield from (Batch(blocks, most, 1) for blocks in _counts(limits.requests + limits.tokens // 8, few))
+
+
+def _counts(most: int, few: int) -> Iterator[int]:
+    """Numbers of requests, or of blocks of tokens: all few, and powers of two, for which kernels are compiled."""
+    yield from range(1, min(most, few) + 1)
+    yield from (1 << n for n in range(few.bit_length(), most.bit_length()))
+    if most > few:
+        yield most
+
+
+def warm_up(
+    impl: Any,
+    limits: Limits,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sides: tuple[KVBuffer, KVBuffer],
+    table: Any,
+) -> None:
+    """Compile what a layer needs, once for all that are like it. query, key, value, table: of some step; sides: keys and values."""
+    strides = [t.stride() for side in sides for t in side.tensors() if t is not None]
+    like: tuple[Any, ...] = (
+        impl.formats,
+        impl.options.prefill,
+        query.shape[1:],
+        query.stride(),
+        query.dtype,
+        key.stride(),
+        value.stride(),
+    )
+    like += (impl.sliding_window is None, impl.logits_soft_cap is None, impl.sinks is None, impl.alibi_slopes is None)
+    like += (table.shape[1], limits, impl.prompts is None, *strides)
+    if like in _compiled or not query.is_cuda:
+        return
+    _compiled.add(like)
+    with compiling_only(min(16, os.cpu_count() or 1)):
+        _attention(impl, limits, query, key, value, sides, table)
+        if impl.prompts is not None:
+            _unpack(impl, key, value, sides, table)
+
+
+def _attention(
+    impl: Any,
+    limits: Limits,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sides: tuple[KVBuffer, KVBuffer],
+    table: Any,
+) -> None:
+    largest = max(limits.tokens, limits.requests * limits.drafts)
+    q, k, v = (
+        torch.empty_strided((largest, *x.shape[1:]), x.stride(), dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
+    zeros = torch.zeros(limits.requests + limits.tokens + 1, dtype=torch.int32, device=query.device)
+    row = torch.zeros(1, table.shape[1], dtype=torch.int32, device=query.device)
+    out = torch.empty(largest, impl.num_heads, sides[1].dim, dtype=query.dtype, device=query.device)
+    for batch in batches(limits, (impl.num_heads, impl.num_kv_heads), impl.prompts is not None):
+        pages = row.expand(batch.requests, -1)
+        cache = PagedView(*sides, zeros[: batch.requests].clone(), pages, impl.formats.rotate_keys)
+        some = slice(0, batch.tokens)
+        impl.attend_codes(cache, zeros[: batch.requests + 1].clone(), batch.max_query_len, q[some], None, out[some])
+        if impl.options.prefill == "exact" and batch.max_query_len > limits.drafts:
+            impl.attend_codes(
+                cache, zeros[: batch.requests + 1].clone(), batch.max_query_len, q[some], (k[some], v[some]), out[some]
+            )
+
+
+def _unpack(impl: Any, key: torch.Tensor, value: torch.Tensor, sides: tuple[KVBuffer, KVBuffer], table: Any) -> None:
+    zeros = torch.zeros(2, dtype=torch.int32, device=key.device)
+    rows = impl.prompts.scratch()
+    cache = PagedView(*sides, zeros[:1], table[:1].clone(), impl.formats.rotate_keys)
+    for new in (None, (key, value, zeros)):
+        unpack_pages(cache, zeros, rows[0][:16], rows[1][:16], new=new)

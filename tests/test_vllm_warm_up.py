@@ -1,0 +1,147 @@
+"""A day of requests compiles nothing: vLLM's warm-up compiles every variant that a drawn batch takes. On a pretended H200."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from halfbyte.cache_plan import LayerFormats
+from halfbyte.device import H200
+from halfbyte.engine import PagedView, PageLayout, attention_varlen, unpack_pages
+from halfbyte.ops import _decode_on_gpu, compiling, launch_cache
+from halfbyte.plans.prompts import bucket, groups
+from halfbyte.vllm.warm_up import Limits, warm_up
+from pretended_gpu import Compiled, pretend_gpu
+
+LIMITS = Limits(requests=72, drafts=2, tokens=320)
+HEADS, KV_HEADS, DIM = 16, 8, 128
+SCRATCH = 2048
+
+
+@dataclass
+class Variants:
+    """What the JIT would compile, by its own key."""
+
+    keys: set[tuple[str, str, str]] = field(default_factory=set)
+    binders: dict[Any, Any] = field(default_factory=dict)
+    backend: Any = field(default_factory=lambda: make_backend(GPUTarget("cuda", 90, 32)))
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Compiled:
+        assert warmup == compiling.active()
+        if kernel not in self.binders:
+            self.binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        _, specialization, rest = self.binders[kernel](*args, **options)
+        self.keys.add((kernel.__name__, str(specialization), str(rest)))
+        return Compiled()
+
+
+class Layer:
+    """What `warm_up` takes of a layer's attention."""
+
+    def __init__(self, keys: str, values: str, prefill: str, window: int | None, unpacked: bool) -> None:
+        self.formats, self.options = LayerFormats(keys, values, False), SimpleNamespace(prefill=prefill)
+        self.num_heads, self.num_kv_heads, self.sliding_window = HEADS, KV_HEADS, window
+        self.logits_soft_cap = self.sinks = self.alibi_slopes = None
+        rows = [torch.zeros(SCRATCH, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
+        self.prompts = SimpleNamespace(scratch=lambda: rows) if unpacked else None
+        layout = PageLayout(keys, values, DIM)
+        self.sides = layout.buffers(torch.zeros(64, KV_HEADS, 16, layout.token_head_bytes, dtype=torch.uint8))
+        qkv = torch.zeros(LIMITS.tokens, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
+        self.q, self.k, self.v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+    def attend_codes(self, cache: Any, cu_seqlens_q: Any, most: int, query: Any, new: Any, out: Any) -> None:
+        exact = {} if new is None else {"prefill": "exact", "k": new[0], "v": new[1]}
+        attention_varlen(query, cache, cu_seqlens_q, most, window=self.sliding_window, out=out, **exact)
+
+    def warm_up(self, limits: Limits) -> None:
+        table = torch.zeros(1, 128, dtype=torch.int32)
+        warm_up(self, limits, self.q, self.k, self.v, self.sides, table)
+
+    def step(self, decodes: int, drafts: int, queries: list[int], past: list[int]) -> None:
+        """A step as the builder divides it: `decodes` requests with as many drafts, and chunks of prompts."""
+        table = torch.zeros(decodes + len(queries), 128, dtype=torch.int32)
+        lengths = torch.zeros(len(table), dtype=torch.int32)
+        out = torch.zeros(LIMITS.tokens, HEADS, DIM, dtype=torch.bfloat16)
+        tokens = decodes * drafts
+        if decodes:
+            cache = PagedView(*self.sides, lengths[:decodes], table[:decodes])
+            self.attend_codes(cache, torch.zeros(decodes + 1, dtype=torch.int32), drafts, self.q[:tokens], None, out[:tokens])
+        starts = list(accumulate(queries, initial=tokens))
+        bounds = [n + p for n, p in zip(queries, past, strict=True)]
+        options = {"query_heads": HEADS // KV_HEADS, "scratch": SCRATCH if self.prompts else 0}
+        exact_above = LIMITS.drafts if self.options.prefill == "exact" else None
+        for group in groups(queries, bounds, exact_above=exact_above, **options):
+            mine, rows = slice(group.first, group.last), slice(starts[group.first], starts[group.last])
+            cache = PagedView(*self.sides, lengths[decodes:][mine].clone(), table[decodes:][mine].clone())
+            cu_seqlens = torch.zeros(len(cache.lengths) + 1, dtype=torch.int32)
+            new = (self.k[rows], self.v[rows]) if group.exact else None
+            if group.unpacked and self.prompts is not None:
+                dense = [x[: sum(bounds[mine])] for x in self.prompts.scratch()]
+                unpack_pages(cache, cu_seqlens, *dense, new=None if new is None else (*new, cu_seqlens))
+            else:
+                most = bucket(max(queries[mine]))
+                self.attend_codes(cache, cu_seqlens, most, self.q[rows], new, out[rows])
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> Variants:
+    portable = _decode_on_gpu._launch_portable
+    pretend_gpu(monkeypatch)
+    for name, dtype in (("floats", torch.float32), ("counters", torch.int32)):
+        monkeypatch.setattr(launch_cache, name, lambda _, size, own=False, dtype=dtype: torch.zeros(size, dtype=dtype))
+    monkeypatch.setattr(launch_cache, "shared", lambda *_: None)  # nothing is replayed
+    recorded = Variants()
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **options: recorded.run(kernel, *args, **options))
+    monkeypatch.setattr(_decode_on_gpu, "_launch_portable", portable)
+    monkeypatch.setattr(_decode_on_gpu, "gpu", lambda index: H200)
+    monkeypatch.setattr(_decode_on_gpu, "_index", lambda q: 0)
+    monkeypatch.setattr(sys.modules["halfbyte.ops.unpack_pages"], "level", lambda *args: "triton")
+    return recorded
+
+
+CASES = {
+    "unpacked": ("int8", "int4_g32", "cache", None, True),
+    "exact": ("int4", "int4", "exact", None, True),
+    "window": ("fp8", "int8", "cache", 100, True),
+    "no FlashAttention": ("int8", "int8", "cache", None, False),
+    "16 bits": ("bf16", "bf16", "cache", None, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_day_of_requests_compiles_nothing(case: str, variants: Variants) -> None:
+    draw, layer = random.Random(case), Layer(*CASES[case])
+    layer.warm_up(LIMITS)
+    known = set(variants.keys)
+    assert len(known) > 4
+    for _ in range(60):
+        decodes, drafts = draw.randrange(LIMITS.requests), draw.randint(1, LIMITS.drafts)
+        room, queries = LIMITS.tokens - decodes * drafts, []
+        if draw.random() < 0.2:  # all alike
+            each = draw.choice([8, 16, 32])
+            queries = [each] * min(room // each, LIMITS.requests - decodes)
+            room = 0
+        while room > 0 and len(queries) + decodes < LIMITS.requests and draw.random() < 0.9:
+            queries.append(min(room, draw.choice([1, 2, 3, 5, 8, 16, 31, 63, 64, 65, 200])))
+            room -= queries[-1]
+        layer.step(decodes, drafts, queries, [draw.randrange(1500) for _ in queries])
+        assert variants.keys <= known, (decodes, drafts, queries, sorted(name for name, *_ in variants.keys - known))
+
+
+def test_a_layer_like_another_compiles_nothing(variants: Variants) -> None:
+    for _ in range(2):
+        Layer("int8", "int8", "cache", 50, True).warm_up(LIMITS._replace(requests=9))
+        variants.keys.clear()
+    assert not variants.keys
