@@ -129,14 +129,14 @@ QUANTISED = [(None, False), ("nf4", False), ("nf4", True), ("int4_g128", False),
 
 
 @pytest.mark.parametrize(("weights", "fuse_qkv"), QUANTISED)
-def test_generate_records_decoding_in_a_graph(weights: str | None, fuse_qkv: bool) -> None:
-    """Into CUDA graphs; dry, the same step in one graph of Dynamo.
+def test_loop_of_transformers_compiles_a_step(weights: str | None, fuse_qkv: bool) -> None:
+    """With recorded=False: into CUDA graphs; dry, the same step in one graph of Dynamo.
 
     Inductor is told to round where eager code does: by itself it keeps fp32 between operations, and greedy text soon differs.
     """
     found = model(weights, fuse_qkv)
     assert all(layer.is_compileable for layer in hf.PackedCache(found, 64).layers)
-    options = {}
+    options: dict[str, Any] = {"recorded": False}
     if DRY:
         options["compile_config"] = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
         options["compile_config"]._compile_all_devices = True
