@@ -18,7 +18,7 @@ FOLDERS = tuple(folder for folder in (ROOT / "src", ROOT / "lab") if folder.exis
 #: Those that do not end in -ed.
 _IRREGULAR = re.compile(
     "found|made|given|held|kept|taken|known|shown|told|built|sent|got|gone|seen|written|drawn|chosen|said|meant|lent|brought|bought|"
-    "caught|thought|sought|taught|lost|laid|paid|begun|broken|driven|fallen|frozen|hidden|proven|risen|spoken|sworn|torn|understood"
+    "caught|thought|sought|taught|lost|laid|paid|begun|broken|driven|fallen|frozen|proven|risen|spoken|sworn|torn|understood"
 )
 #: What ends like a participle and is none, and states that the field names so (a packed tensor, hidden states, ragged batches).
 _OTHERS = re.compile(

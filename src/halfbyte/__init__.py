@@ -61,8 +61,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"halfbyte.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"halfbyte.{_HOME[name]}"), name)
-    return found
+    value = globals()[name] = getattr(importlib.import_module(f"halfbyte.{_HOME[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -65,5 +65,5 @@ def shows_options(kind: type[T]) -> type[T]:
 def token_bytes(fmt: Format, heads: int, dim: int) -> float:
     """Bytes of one token of `heads` heads, scales and offsets included; not a scale of the whole tensor, nor 16-bit tails."""
     block = fmt.token_block or 1
-    shared = fmt.scale.storage.itemsize if fmt.scale is not None and fmt.granularity == "tensor" else 0
-    return (fmt.nbytes((1, heads, block, dim)) - shared) / block
+    scale_bytes = fmt.scale.storage.itemsize if fmt.scale is not None and fmt.granularity == "tensor" else 0
+    return (fmt.nbytes((1, heads, block, dim)) - scale_bytes) / block

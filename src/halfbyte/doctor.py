@@ -65,11 +65,11 @@ def _version(name: str) -> str:
     if name == "halfbyte":  # also when it runs from a folder that pip knows nothing of
         return str(importlib.import_module(name).__version__)
     try:
-        found = importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
     module = importlib.import_module(name)
-    return str(getattr(module, "__version__", found))
+    return str(getattr(module, "__version__", version))
 
 
 def _vllm() -> str:

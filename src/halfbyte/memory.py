@@ -102,15 +102,15 @@ def estimate(
     check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before any download
     weight, head = (None if name == "none" else weight_or_plain(name) for name in (weights, lm_head))
     config = load_config(resolve_model(model))
-    skeleton, stored = meta_model(config, model), stored_weights(config)
+    skeleton, checkpoint = meta_model(config, model), stored_weights(config)
     cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
     plain_weights = plain_bytes(skeleton)
-    if stored is None:
-        saved, quantized = quantized_bytes(skeleton, weight, head)
+    if checkpoint is None:
+        saving, quantized = quantized_bytes(skeleton, weight, head)
     else:
-        stored.check(None if weight is None else weight.name, model)
+        checkpoint.check(None if weight is None else weight.name, model)
         check(head is None, f"lm_head={lm_head!r}, and the weights of {model} are stored quantized; leave --lm-head out")
-        (saved, quantized), weights, weight = stored.quantized_bytes(skeleton), stored.name, None
+        (saving, quantized), weights, weight = checkpoint.quantized_bytes(skeleton), checkpoint.name, None
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
 
     def fit(weights_bytes: int, kv_bytes: int) -> int | None:
@@ -129,7 +129,7 @@ def estimate(
         recent_tokens=recent_tokens,
         parameters=plain_weights // 2,
         quantized_parameters=quantized,
-        weight_bytes=plain_weights - saved,
+        weight_bytes=plain_weights - saving,
         plain_weight_bytes=plain_weights,
         kv_layers=len(cache.formats),
         kv_heads=cache.heads[0],
@@ -138,9 +138,9 @@ def estimate(
         kv_bytes=kv,
         plain_kv_bytes=plain_kv,
         memory=memory,
-        tokens_that_fit=fit(plain_weights - saved, kv),
+        tokens_that_fit=fit(plain_weights - saving, kv),
         plain_tokens_that_fit=fit(plain_weights, plain_kv),
-        notes=notes(skeleton, cache, weight, head, None if stored else quant_method(config)),
+        notes=notes(skeleton, cache, weight, head, None if checkpoint else quant_method(config)),
     )
 
 
@@ -153,8 +153,8 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
     """Bytes of "24GB" (10^9), "24GiB" (2^30), "512 MB" or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or len(text) > _LONGEST:
-        shown = repr(text) if len(text) <= _LONGEST else f"{text[:20]!r}... ({len(text)} characters)"
-        raise InvalidArgument(f"{argument}={shown}; give a number with a unit, such as 24GB or 24GiB")
+        excerpt = repr(text) if len(text) <= _LONGEST else f"{text[:20]!r}... ({len(text)} characters)"
+        raise InvalidArgument(f"{argument}={excerpt}; give a number with a unit, such as 24GB or 24GiB")
     return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -237,11 +237,11 @@ class CacheSizes:
 
     def nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers. Where keys are per channel, both sides have room for whole blocks of tokens."""
-        kept, total = 2 * self.window * (self.key_dim + self.value_dim), 0
+        window, total = 2 * self.window * (self.key_dim + self.value_dim), 0
         for (k, v), heads in zip(self.formats, self.heads, strict=True):
             block = k.token_block or 1
             room = (batch, heads, math.ceil(tokens / block) * block)
-            exact = (2 * block * self.key_dim if k.token_block else 0) + kept * k.is_quantized  # of a head, in 16 bits
+            exact = (2 * block * self.key_dim if k.token_block else 0) + window * k.is_quantized  # of a head, in 16 bits
             total += k.nbytes((*room, self.key_dim)) + v.nbytes((*room, self.value_dim)) + batch * heads * exact
         return total
 
@@ -260,18 +260,18 @@ def quantized_bytes(model: torch.nn.Module, fmt: Format | None, lm_head: Format 
     output layer `lm_head`. One that is tied to the embedding saves nothing and adds its own bytes."""
     from halfbyte.hf.weights import find_lm_head, is_tied, select
 
-    saved = parameters = 0
+    saving = parameters = 0
     if fmt is not None:
         for name, target in select(model, ()).items():
             fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
-            saved += 2 * math.prod(target.shape) - fmt.nbytes(target.shape)
+            saving += 2 * math.prod(target.shape) - fmt.nbytes(target.shape)
             parameters += math.prod(target.shape)
     if lm_head is not None:
         shape = next(iter(find_lm_head(model, lm_head).values())).shape
-        replaced = 0 if is_tied(model) else math.prod(shape)
-        saved += 2 * replaced - lm_head.nbytes(shape)
-        parameters += replaced
-    return saved, parameters
+        count = 0 if is_tied(model) else math.prod(shape)
+        saving += 2 * count - lm_head.nbytes(shape)
+        parameters += count
+    return saving, parameters
 
 
 @dataclass(frozen=True)
@@ -299,12 +299,12 @@ class Stored:
         """(bytes saved against 16 bits, parameters quantized) of a model of the folder's configuration."""
         from halfbyte.hf.weights import targets
 
-        known = targets(model)
-        if unknown := sorted(self.formats.keys() - known.keys()):
+        layers = targets(model)
+        if unknown := sorted(self.formats.keys() - layers.keys()):
             raise CheckpointError(f"quantization_config names {unknown[0]!r}, which is no linear layer and no experts of the model")
-        shapes = {known[name]: (fmt, name in self.act_order) for name, fmt in self.formats.items()}
-        saved = sum(2 * math.prod(t.shape) - fmt.nbytes(t.shape) - 4 * t.shape[-1] * order for t, (fmt, order) in shapes.items())
-        return saved, sum(math.prod(t.shape) for t in shapes)
+        shapes = {layers[name]: (fmt, name in self.act_order) for name, fmt in self.formats.items()}
+        saving = sum(2 * math.prod(t.shape) - fmt.nbytes(t.shape) - 4 * t.shape[-1] * order for t, (fmt, order) in shapes.items())
+        return saving, sum(math.prod(t.shape) for t in shapes)
 
 
 def stored_weights(config: Any) -> Stored | None:
@@ -314,17 +314,19 @@ def stored_weights(config: Any) -> Stored | None:
 
     if quant_method(config) != OWN:
         return None
-    found = config.quantization_config
-    made = HalfbyteConfig(**found) if isinstance(found, dict) else found
-    return Stored({name: weight_format(fmt) for name, fmt in made.modules.items()}, tuple(made.act_order))
+    section = config.quantization_config
+    options = HalfbyteConfig(**section) if isinstance(section, dict) else section
+    return Stored({name: weight_format(fmt) for name, fmt in options.modules.items()}, tuple(options.act_order))
 
 
 def quant_method(config: Any) -> str | None:
     """How the weights of the model's files are quantized already, if they are; halfbyte may have settings of a cache alone."""
     from halfbyte.checkpoints.adapters import OWN
 
-    found = getattr(config, "quantization_config", None)
-    method, modules = (found.get(n) if isinstance(found, dict) else getattr(found, n, None) for n in ("quant_method", "modules"))
+    section = getattr(config, "quantization_config", None)
+    method, modules = (
+        section.get(n) if isinstance(section, dict) else getattr(section, n, None) for n in ("quant_method", "modules")
+    )
     return None if method is None or (method == OWN and not modules) else str(method)
 
 
@@ -332,11 +334,11 @@ def expected_weights(config: Any) -> str | None:
     """The weight format that files of another library load as, if their configuration says so."""
     from halfbyte.checkpoints.adapters import make_adapter
 
-    found = getattr(config, "quantization_config", None)
-    if not isinstance(found, dict) or "quant_method" not in found:
+    section = getattr(config, "quantization_config", None)
+    if not isinstance(section, dict) or "quant_method" not in section:
         return None
     with contextlib.suppress(CheckpointError, Unsupported):
-        fmt = make_adapter(found).expected()
+        fmt = make_adapter(section).expected()
         return None if fmt is None else fmt.name
     return None
 
@@ -347,14 +349,14 @@ def notes(
     """What the figures leave out or put in that a reader may not expect."""
     from halfbyte.hf.weights import is_tied
 
-    said = []
+    lines = []
     if lm_head is not None and is_tied(model):
-        added = -quantized_bytes(model, None, lm_head)[0]
-        said.append(f"lm_head is tied to the embedding, which stays in 16 bits: its own {lm_head} weights add {added:,} bytes")
+        extra = -quantized_bytes(model, None, lm_head)[0]
+        lines.append(f"lm_head is tied to the embedding, which stays in 16 bits: its own {lm_head} weights add {extra:,} bytes")
     if method is not None and fmt is None:
-        said.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
+        lines.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
-        said.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
+        lines.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
     if cache.states:
-        said.append(f"the states of {cache.states} recurrent or convolutional layers, whose size is fixed, are not counted")
-    return tuple(said)
+        lines.append(f"the states of {cache.states} recurrent or convolutional layers, whose size is fixed, are not counted")
+    return tuple(lines)

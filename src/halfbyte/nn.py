@@ -52,8 +52,8 @@ class LayerWeight(QuantTensor):
 
     def parts(self) -> dict[str, torch.Tensor]:
         """As in QuantTensor, written so that torch.compile follows it on Python 3.11."""
-        found = {name: getattr(self, name) for name in PARTS}
-        return {name: part for name, part in found.items() if part is not None}
+        tensors = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in tensors.items() if part is not None}
 
 
 class QuantLayer(nn.Module):
@@ -98,13 +98,13 @@ class QuantLayer(nn.Module):
         Cached until a parameter is replaced, so that a decode step does not check shapes again.
         """
         parts = {name: local_shard(part) for name, part in self._parts().items()}
-        kept = self._weight
-        if kept is None or any(getattr(kept, name) is not part for name, part in parts.items()):
+        tensor = self._weight
+        if tensor is None or any(getattr(tensor, name) is not part for name, part in parts.items()):
             *rows, width = parts["codes"].shape
-            kept = LayerWeight(self.format, (*rows, width * self.format.code.per_byte), **parts)
+            tensor = LayerWeight(self.format, (*rows, width * self.format.code.per_byte), **parts)
             if not torch.compiler.is_compiling():
-                self._weight = None if self._offloaded() else kept
-        return kept
+                self._weight = None if self._offloaded() else tensor
+        return tensor
 
     def _offloaded(self) -> bool:
         """Whether accelerate loads the parameters for each call and frees them after it; a cached weight would keep them alive."""
@@ -115,8 +115,8 @@ class QuantLayer(nn.Module):
         return None if self.bias is None else local_shard(self.bias)
 
     def _parts(self) -> dict[str, torch.Tensor]:
-        named = {name: self._parameters.get(f"weight_{name}") for name in PARTS}
-        return {name: part for name, part in named.items() if part is not None}
+        tensors = {name: self._parameters.get(f"weight_{name}") for name in PARTS}
+        return {name: part for name, part in tensors.items() if part is not None}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move the quantized parts wherever `fn` moves tensors, but keep their types: a scale cast to bf16 is another number."""
@@ -209,9 +209,9 @@ def local_shard(t: torch.Tensor) -> torch.Tensor:
 
 def stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """A layer's weight as flat parts, and its bias: all that compiled code reads, as every traced attribute becomes a guard."""
-    held = {name: local_shard(part) for name, part in parameters.items() if part is not None}
+    shards = {name: local_shard(part) for name, part in parameters.items() if part is not None}
     # In the order of names: a parameter that was removed and registered again comes last.
-    return [held[name] for name in _WEIGHT if name in held], held.get("bias")
+    return [shards[name] for name in _WEIGHT if name in shards], shards.get("bias")
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
@@ -254,12 +254,12 @@ class FusedSlot(QuantLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         compiling = torch.compiler.is_compiling()
-        held = None if compiling else self._waiting.pop(get_ident(), None)
-        if held is None:  # the other one may have been compiled without this one
-            held, self._ready.held = self._ready.held, None
-        given, out = held or (x, None)
+        entry = None if compiling else self._waiting.pop(get_ident(), None)
+        if entry is None:  # the other one may have been compiled without this one
+            entry, self._ready.held = self._ready.held, None
+        source, out = entry or (x, None)
         # While tracing there are no addresses to compare; eager code compares them.
-        if out is None or not (given is x or (not compiling and _same_memory(given, x))):
+        if out is None or not (source is x or (not compiling and _same_memory(source, x))):
             raise Unsupported(
                 f"a fused projection was called {'before the one' if out is None else 'with another input than the one'} that "
                 f"computes it (q for k and v, gate for up); this model does not fit fuse_qkv=True or fuse_gate_up=True: leave them "
@@ -334,10 +334,10 @@ class FusedProjections(QuantLinear):
 
 
 def _become(kind: type[LinearT], layer: QuantLinear) -> LinearT:
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
-    _adopt(made, layer)
-    return made
+    instance = kind.__new__(kind)
+    nn.Module.__init__(instance)
+    _adopt(instance, layer)
+    return instance
 
 
 def _adopt(made: QuantLinear, layer: QuantLinear) -> None:
@@ -369,9 +369,9 @@ def _fuse(model: nn.Module, names: tuple[str, ...]) -> int:
     for module in list(model.modules()):
         shards = [getattr(module, name, None) for name in names]
         if all(type(shard) is QuantLinear for shard in shards):
-            fused = FusedProjections(*shards)  # type: ignore[arg-type]
-            for name, made in zip(names, (fused, *fused.slots), strict=True):
-                setattr(module, name, made)
+            first = FusedProjections(*shards)  # type: ignore[arg-type]
+            for name, projection in zip(names, (first, *first.slots), strict=True):
+                setattr(module, name, projection)
             count += 1
     return count
 
@@ -381,9 +381,9 @@ def unfuse(model: nn.Module) -> int:
     count = 0
     for module, names in itertools.product(list(model.modules()), (_QKV, _GATE_UP)):
         holders = [_holder(module, name) for name in names]
-        if isinstance(fused := getattr(*holders[0], None), FusedProjections):
-            for (holder, name), made in zip(holders, fused.unfuse(), strict=True):
-                setattr(holder, name, made)
+        if isinstance(first := getattr(*holders[0], None), FusedProjections):
+            for (holder, name), projection in zip(holders, first.unfuse(), strict=True):
+                setattr(holder, name, projection)
             count += 1
     return count
 

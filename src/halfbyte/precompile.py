@@ -100,29 +100,29 @@ def taken(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[
     from halfbyte.kernels.aot.compiling import Target, build
 
     for configuration in configurations(problem, plan, capability):
-        made = build(configuration, Target(10 * capability[0] + capability[1]))
+        binary = build(configuration, Target(10 * capability[0] + capability[1]))
         threads = 32 * configuration.options.get("num_warps", 4)
-        room = blocks_by_resource(capability, threads=threads, registers=made.registers, shared_bytes=made.shared_bytes)
+        room = blocks_by_resource(capability, threads=threads, registers=binary.registers, shared_bytes=binary.shared_bytes)
         programs, limit = min((count, name) for name, count in room.items())
         share = programs * threads / sm_limits(capability).threads
         name = configuration.kernel.__name__.strip("_")
-        yield Taken(name, threads, made.registers, made.spill_bytes, made.shared_bytes, programs, limit, share)
+        yield Taken(name, threads, binary.registers, binary.spill_bytes, binary.shared_bytes, programs, limit, share)
 
 
 def resources(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> dict[str, str]:
     """`taken` in words. Raises `Unsupported` for caches in pages or with tokens in 16 bits."""
     if isinstance(problem, DecodeProblem) and (problem.page or problem.sink_tokens or problem.recent_tokens):
         raise Unsupported("--compile describes contiguous caches without 16-bit tokens; pages and windows are other variants")
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for t in taken(problem, plan, capability):
-        spilled = f"{t.spill_bytes} bytes spilled" if t.spill_bytes else "none spilled"
-        found[f"{t.kernel} takes"] = (
-            f"{t.registers} registers a thread, {spilled}; {t.shared_bytes / 1024:.0f} KB of shared memory, {t.threads} threads"
+        spills = f"{t.spill_bytes} bytes spilled" if t.spill_bytes else "none spilled"
+        facts[f"{t.kernel} takes"] = (
+            f"{t.registers} registers a thread, {spills}; {t.shared_bytes / 1024:.0f} KB of shared memory, {t.threads} threads"
         )
-        found[f"{t.kernel} fits"] = (
+        facts[f"{t.kernel} fits"] = (
             f"{t.programs} programs a multiprocessor, limited by {t.limit}: {100 * t.share:.0f} % of its warps"
         )
-    return found
+    return facts
 
 
 def configurations(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:

@@ -52,15 +52,15 @@ def advise(
 
     check(device is None or measure, f"--device {device} is where --measure runs the model; add it")
     evidence = None if card is None else read_card(card)
-    found = run(model, gpu=gpu, batch=batch, context=context, weights=weights, card=evidence, dtype=dtype)
+    advice = run(model, gpu=gpu, batch=batch, context=context, weights=weights, card=evidence, dtype=dtype)
     if measure:
-        found = run(
+        advice = run(
             model, gpu=gpu, batch=batch, context=context, weights=weights, card=_measured(model, device, dtype), dtype=dtype
         )
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(advice), indent=2))
     else:
-        _print(found, wide)
+        _print(advice, wide)
 
 
 def _measured(model: str, device: str | None, dtype: str) -> Card:
@@ -69,10 +69,10 @@ def _measured(model: str, device: str | None, dtype: str) -> Card:
     from halfbyte.evals.model import load
     from halfbyte.evals.text import heldout_text, windows
 
-    loaded, tokenizer = load(model, device, dtype)
+    lm, tokenizer = load(model, device, dtype)
     ids = tokenizer.encode(heldout_text())
     suite = Suite(model, "the shipped held-out text", ids, windows(ids, 512, 8, tokenizer.bos), chunk=16, long=0)
-    return measure(loaded, tokenizer, suite, console(stderr=True))
+    return measure(lm, tokenizer, suite, console(stderr=True))
 
 
 def _print(a: Advice, wide: bool) -> None:
@@ -81,9 +81,9 @@ def _print(a: Advice, wide: bool) -> None:
     rate = a.sheet.bytes_per_second
     speed = "bandwidth unknown" if rate is None else f"{rate / 1e9:,.0f} GB/s"
     title = f"{a.model} on {a.gpu} ({human_bytes(a.sheet.memory_bytes)}, {speed}): {a.batch:,} x {a.context:,} tokens"
-    shown = [i for i, name in enumerate(HEADERS) if rate is not None or name != STEP]
-    rows = [tuple(row[i] for i in shown if row) for row in _rows(a)]
-    print_table(title, [HEADERS[i] for i in shown], rows, text_columns=2, wide=wide)
+    columns = [i for i, name in enumerate(HEADERS) if rate is not None or name != STEP]
+    rows = [tuple(row[i] for i in columns if row) for row in _rows(a)]
+    print_table(title, [HEADERS[i] for i in columns], rows, text_columns=2, wide=wide)
     for line in _legend(a):
         console().print(line, markup=False, highlight=False)
     if a.recommended is not None:
@@ -127,8 +127,8 @@ def _rows(a: Advice) -> list[tuple[str, ...]]:
 def _row(a: Advice, c: Choice) -> tuple[str, ...]:
     step = "" if c.step_seconds is None else _short(1e3 * c.step_seconds)
     sequences = f"{c.largest_batch:,}" if c.fits else f"{c.largest_batch:,} of {a.batch:,}"
-    known = c.evidence
-    cost = "no card" if known is None else f"{known.change:+.2f}\u00b1{known.noise:.2f}{'*' if known.safe else ' '}"
+    evidence = c.evidence
+    cost = "no card" if evidence is None else f"{evidence.change:+.2f}\u00b1{evidence.noise:.2f}{'*' if evidence.safe else ' '}"
     return f"{c.keys}/{c.values}", _short(c.kv_bytes / 1e9), sequences, f"{c.largest_context:,}", cost, step
 
 

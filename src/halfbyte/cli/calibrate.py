@@ -60,23 +60,23 @@ def calibrate(
     check_writable(output, "output")
     for name in words(formats):
         key_format(name, "formats")
-    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, (device, dtype))
+    results = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, (device, dtype))
     paths = [output if len(sizes) == 1 else output.with_stem(f"{output.stem}-{size:g}") for size in sizes]
-    for one, path in zip(made, paths, strict=True):
+    for one, path in zip(results, paths, strict=True):
         one.plan.write(path)
-    _show(model, made, paths)
+    _show(model, results, paths)
     if html is not None:
-        laboratory("evals.pages", "--html").write_calibration(model, made, html)
+        laboratory("evals.pages", "--html").write_calibration(model, results, html)
 
 
 def _sizes(bits: str) -> list[float]:
     try:
-        found = [float(word) for word in words(bits)]
+        sizes = [float(word) for word in words(bits)]
     except ValueError:
-        found = []
-    good = bool(found) and all(0 < b <= 16 for b in found) and len(set(found)) == len(found)
+        sizes = []
+    good = bool(sizes) and all(0 < b <= 16 for b in sizes) and len(set(sizes)) == len(sizes)
     check(good, f"--bits {bits!r}; give a number of bits up to 16, or several different ones separated by commas")
-    return found
+    return sizes
 
 
 def _calibrated(
@@ -97,21 +97,21 @@ def _calibrated(
     from halfbyte.evals.text import windows as windows_of
     from halfbyte.terminal import progress
 
-    written = read_text(text)
-    loaded, tokenizer = load(model, *where)
-    choices, (count, length, chunk) = candidates(loaded, formats, any(exact)), cut
-    ids = windows_of(tokenizer.encode(written), length, count, tokenizer.bos)
+    content = read_text(text)
+    lm, tokenizer = load(model, *where)
+    choices, (count, length, chunk) = candidates(lm, formats, any(exact)), cut
+    ids = windows_of(tokenizer.encode(content), length, count, tokenizer.bos)
     if ids.shape[0] < count:
         raise InvalidArgument(
             f"text has {ids.shape[0]} windows of {length} tokens, too short to calibrate on {count}; give a longer one, or fewer "
             f"--windows"
         )
-    steps.check_sizes(loaded, choices, sizes)
-    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(loaded, ids, chunk, exact))
-    layers = steps.sizes_of(loaded).layers
+    steps.check_sizes(lm, choices, sizes)
+    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(lm, ids, chunk, exact))
+    layers = steps.sizes_of(lm).layers
     with progress(console(stderr=True)) as bar:
         task = bar.add_task("16-bit run", total=steps.runs(choices, store, layers, sizes))
-        divergence = steps.Divergence(loaded, ids, chunk, exact)
+        divergence = steps.Divergence(lm, ids, chunk, exact)
         return steps.calibrate(divergence, choices, store, sizes, lambda what: bar.update(task, advance=1, description=what))
 
 
@@ -119,8 +119,8 @@ def _show(model: str, made: list[Calibrated], paths: list[Path]) -> None:
     """One row a plan: its size and divergence, and the best uniform choice of no more bytes."""
     rows = []
     for one, path in zip(made, paths, strict=True):
-        found = one.plan.measured
-        alike = found["best_uniform"]
+        figures = one.plan.measured
+        alike = figures["best_uniform"]
         name = f"{alike['keys']}{' rotated' * alike['rotate_keys']} / {alike['values']}"
-        rows.append((path.name, name, f"{one.plan.bits:.2f}", f"{found['kl']:.2e}", f"{alike['kl']:.2e}"))
+        rows.append((path.name, name, f"{one.plan.bits:.2f}", f"{figures['kl']:.2e}", f"{alike['kl']:.2e}"))
     print_table(f"{model}: formats by layer", ("plan", "best uniform choice", "bits", "KL mean", "its KL"), rows, text_columns=2)

@@ -35,11 +35,11 @@ def doctor(as_json: Json = False) -> None:
     """Versions, hardware, what runs here and why. Never crashes."""
     from halfbyte.doctor import diagnose
 
-    found = diagnose()
+    diagnosis = diagnose()
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        _print_diagnosis(found)
+        _print_diagnosis(diagnosis)
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
@@ -77,7 +77,7 @@ def memory(
     """Memory of a model and its cache, from the configuration alone."""
     from halfbyte.memory import estimate, parse_bytes
 
-    found = estimate(
+    result = estimate(
         model,
         batch=batch,
         context=context,
@@ -91,9 +91,9 @@ def memory(
         memory=parse_bytes(fit) if fit else None,
     )
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     else:
-        _print_estimate(found)
+        _print_estimate(result)
 
 
 def _print_estimate(e: Estimate) -> None:
@@ -175,8 +175,8 @@ def explain(
         check(value < 2**31, f"{option}={value}; it must be below 2^31")
     here = this_gpu()
     by_numbers = bool(sms or capability)  # of such a GPU nothing is stored
-    asked = here._replace(num_sms=sms or here.num_sms, capability=(major, minor) if capability else here.capability)
-    gpu: dict[str, Any] = {"gpu": asked._replace(name="") if by_numbers else asked}
+    target = here._replace(num_sms=sms or here.num_sms, capability=(major, minor) if capability else here.capability)
+    gpu: dict[str, Any] = {"gpu": target._replace(name="") if by_numbers else target}
     if compile_it:
         from halfbyte.precompile import resources
 
@@ -184,15 +184,15 @@ def explain(
     _check_belongs(context, bool(linear))
     if linear:
         table = NO_TABLE if by_numbers else table_of(here.name, here.num_sms)
-        found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu, table=table)
+        facts = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu, table=table)
     else:
         q_heads, kv_heads = _one_pair(heads, "/", "heads", "32/8")
         shape, formats = (batch, q_heads, kv_heads, dim, capacity, queries), (keys, values, page, dtype)
-        found = explanation(*shape, *formats, deterministic_batch, **gpu, window=(sink_tokens, recent_tokens))
+        facts = explanation(*shape, *formats, deterministic_batch, **gpu, window=(sink_tokens, recent_tokens))
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(facts, indent=2))
     else:
-        print_facts(found, "", max(map(len, found)) + 1)
+        print_facts(facts, "", max(map(len, facts)) + 1)
 
 
 #: Options of `explain` that say something about a linear layer only, and about both.

@@ -90,31 +90,31 @@ def evaluate(
         run_suite(model, card, results_to, text, (windows, length, chunk, long), (device, dtype))
         return
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
-    written = read_text(text)
+    content = read_text(text)
     head = None if lm_head == "bf16" else lm_head
-    asked, config = _setting(model, cache, weights, plan, clip=clip, lm_head=head, dtype=dtype)
-    check_exact(asked.exact, min(length, long or length))
-    asked = replace(asked, rotate_values=rotate_values, lm_head=head)
+    setting, config = _setting(model, cache, weights, plan, clip=clip, lm_head=head, dtype=dtype)
+    check_exact(setting.exact, min(length, long or length))
+    setting = replace(setting, rotate_values=rotate_values, lm_head=head)
     dim = head_dims(text_config(config))[0]
-    wanted = [*every_kv_setting(dim, dtype), *every_weight_setting(dtype)] if every else [asked]
+    choices = [*every_kv_setting(dim, dtype), *every_weight_setting(dtype)] if every else [setting]
     _warn_of_positions(config, max(length, long or 0))
-    loaded, tokenizer = load(model, device, dtype)
-    ids = tokenizer.encode(written)
-    tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(loaded, tokenizer, ids, long)
+    lm, tokenizer = load(model, device, dtype)
+    ids = tokenizer.encode(content)
+    tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(lm, tokenizer, ids, long)
     plain = Setting.plain(dtype)
-    runs = [plain, *[s for s in wanted if s != plain]]
-    results = run_evaluation(loaded, runs, tokens, chunk, console(stderr=True))
-    longer = [] if tasks is None else run_long_context(loaded, runs, tasks, console(stderr=True))
-    equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
+    runs = [plain, *[s for s in choices if s != plain]]
+    results = run_evaluation(lm, runs, tokens, chunk, console(stderr=True))
+    longer = [] if tasks is None else run_long_context(lm, runs, tasks, console(stderr=True))
+    equal, total = agreement(lm, tokens[:2, : min(48, length)])
     if results_to.as_json:
-        print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
+        print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": total}))
     else:
         count = tokens.shape[0]
         title = f"{model}: {count} window{'s' * (count > 1)} of {length:,} tokens, {chunk} at a time"
         print_table(title, HEADERS, rows(results), text_columns=2, wide=results_to.wide)
         if longer:
             print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
-        same = f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention"
+        same = f"16-bit keys and values: {equal} of {total} greedy tokens equal those of transformers' own attention"
         console().print(f"{same}\n{verdict(results)}".strip(), markup=False, highlight=False)
     if results_to.output is not None:
         append_records(results, results_to.output, longer, device=device)
@@ -140,8 +140,8 @@ def generate(
 
     text = _text(prompt)
     setting, _ = _setting(model, cache, weights, dtype=dtype)
-    loaded, tokenizer = load(model, device, dtype)
-    quantized = with_weights(loaded, setting.weights)
+    lm, tokenizer = load(model, device, dtype)
+    quantized = with_weights(lm, setting.weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
     for piece in pieces:
@@ -166,24 +166,26 @@ def _setting(
     packed = None if weights in ("bf16", dtype) else weights
     if plan is not None:
         config = load_config(resolve_model(model))
-        made = Setting.of_plan(read_plan_of(plan, config), packed, dtype, exact=(cache.sink_tokens, cache.recent_tokens))
-        return replace(made, **of_weights), config  # type: ignore[arg-type]
-    asked = Setting(keys, values, packed, dtype=dtype, **exact, **of_weights)  # type: ignore[arg-type]
+        setting = Setting.of_plan(read_plan_of(plan, config), packed, dtype, exact=(cache.sink_tokens, cache.recent_tokens))
+        return replace(setting, **of_weights), config  # type: ignore[arg-type]
+    setting = Setting(keys, values, packed, dtype=dtype, **exact, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
     layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)
-    turned = rotated(cache.rotate_keys, key_format(keys), head_dims(text_config(config))[0])
-    return replace(asked, rotate_keys=turned, skip_layers=layers), config
+    rotate_keys = rotated(cache.rotate_keys, key_format(keys), head_dims(text_config(config))[0])
+    return replace(setting, rotate_keys=rotate_keys, skip_layers=layers), config
 
 
 def _warn_of_positions(config: Any, length: int) -> None:
     """Warn on stderr that a model was not trained for so many tokens: high perplexity there is not due to the formats."""
     from halfbyte.hf.model_support import text_config
 
-    known = getattr(text_config(config), "max_position_embeddings", None)
-    if isinstance(known, int) and length > known:
-        said = f"note: {length:,} tokens are more than the {known:,} positions of this model, which it may not read well in 16 bits"
-        console(stderr=True).print(said, markup=False, highlight=False)
+    limit = getattr(text_config(config), "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        message = (
+            f"note: {length:,} tokens are more than the {limit:,} positions of this model, which it may not read well in 16 bits"
+        )
+        console(stderr=True).print(message, markup=False, highlight=False)
 
 
 def read_plan_of(plan: Path, model: Any) -> CachePlan:
@@ -191,9 +193,9 @@ def read_plan_of(plan: Path, model: Any) -> CachePlan:
     from halfbyte.cache_plan import read_plan
     from halfbyte.evals.calibrate import sizes_of
 
-    found = read_plan(plan)
-    found.check_model(sizes_of(model))
-    return found
+    cache_plan = read_plan(plan)
+    cache_plan.check_model(sizes_of(model))
+    return cache_plan
 
 
 def _text(prompt: str) -> str:
@@ -238,12 +240,12 @@ def quantize(
     free = shutil.disk_usage(output.absolute().parent).free
     check(free > least, f"output={str(output)!r} cannot be written: it takes more than {least:,} bytes, and {free:,} are free")
     head = None if lm_head == "bf16" else lm_head
-    made = _quantized(
+    quantized = _quantized(
         model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head, dtype=dtype
     )
-    hf.save(made, output, tokenizer=resolve_model(model or source or ""))
+    hf.save(quantized, output, tokenizer=resolve_model(model or source or ""))
     try:
-        again, before = hf.load(output).state_dict(), made.state_dict()
+        again, before = hf.load(output).state_dict(), quantized.state_dict()
     except BaseException:
         shutil.rmtree(output)
         raise
@@ -251,7 +253,7 @@ def quantize(
     if not same:
         shutil.rmtree(output)
         raise InvalidArgument(f"output={str(output)!r} did not load again to the same bits and was removed; please report this")
-    size, share = weight_bytes(made) / 1e6, packed_share(made)
+    size, share = weight_bytes(quantized) / 1e6, packed_share(quantized)
     print(f"{output}: {size:.2f} MB, {share:.1%} of the weights quantized\nloaded again and equal bit for bit")
 
 
@@ -274,22 +276,22 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
         "--skip names modules that keep 16-bit weights; --from takes codes over as they are",
     )
     check(not (options["rotate_values"] and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
-    made: torch.nn.Module
+    quantized: torch.nn.Module
     dtype = options.pop("dtype")
     if source is not None:
-        made = hf.load(resolve_model(source), dtype="auto" if dtype is None else plain_format(dtype).code.dtype)
-        if not any(isinstance(m, QuantLayer) for m in made.modules()):
+        quantized = hf.load(resolve_model(source), dtype="auto" if dtype is None else plain_format(dtype).code.dtype)
+        if not any(isinstance(m, QuantLayer) for m in quantized.modules()):
             raise InvalidArgument(
                 f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
             )
-        return made if lm_head is None else hf.quantize(made, lm_head=lm_head)
+        return quantized if lm_head is None else hf.quantize(quantized, lm_head=lm_head)
     if weights is lm_head is None:
         weights, options["clip"] = settings.WEIGHTS, settings.CLIP
     check_clip(options["clip"], weight_format(weights or lm_head or ""))
-    made = hf.load(
+    quantized = hf.load(
         resolve_model(model or ""), weights=weights, dtype=plain_format(dtype or settings.HALVES[0]).code.dtype, **options
     )
-    return made
+    return quantized
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

@@ -75,13 +75,13 @@ def with_options(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callable[
 
     def made(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command).parameters.values())[len(kinds) :]
-        shared = [
+        by_kind = [
             [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(kind)] for kind in kinds
         ]
         hints = get_type_hints(command, include_extras=True)
         for kind in kinds:
             hints |= get_type_hints(kind, include_extras=True)
-        order = [*(p for first in shared[:-1] for p in first), *own, *shared[-1]]
+        order = [*(p for first in by_kind[:-1] for p in first), *own, *by_kind[-1]]
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in order]
 
         @functools.wraps(command)

@@ -149,9 +149,9 @@ def check_appendable(path: Path | None, option: str) -> None:
     except OSError as error:
         raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
     finally:
-        for made in missing:  # the file first, then the folders, the innermost first
+        for entry in missing:  # the file first, then the folders, the innermost first
             with contextlib.suppress(OSError):
-                made.unlink() if made.is_file() else made.rmdir()
+                entry.unlink() if entry.is_file() else entry.rmdir()
 
 
 def check_new_folder(path: Path) -> None:

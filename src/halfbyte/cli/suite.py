@@ -58,15 +58,15 @@ def run_suite(
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
 
-    written = read_text(text)
-    loaded, tokenizer = load(model, *where)
-    (count, length, chunk, long), ids = sizes, tokenizer.encode(written)
+    content = read_text(text)
+    lm, tokenizer = load(model, *where)
+    (count, length, chunk, long), ids = sizes, tokenizer.encode(content)
     parts = cut(ids, length, count or WINDOWS, tokenizer.bos)
-    suite = Suite(model, text_name(text, written), ids, parts, chunk, LONG if long is None else long, tuple(words(options.tasks)))
-    card = measure(loaded, tokenizer, suite, console(stderr=True))
+    suite = Suite(model, text_name(text, content), ids, parts, chunk, LONG if long is None else long, tuple(words(options.tasks)))
+    card = measure(lm, tokenizer, suite, console(stderr=True))
     _show(card, options)
-    said = f"card: {' and '.join(map(str, card.write(path)))}. Use it: halfbyte advise {model} --card {path}"
-    console(stderr=options.as_json).print(said, markup=False, highlight=False)
+    message = f"card: {' and '.join(map(str, card.write(path)))}. Use it: halfbyte advise {model} --card {path}"
+    console(stderr=options.as_json).print(message, markup=False, highlight=False)
 
 
 def _show(card: Card, options: EvalOptions) -> None:

@@ -89,14 +89,14 @@ def find_gpu(name: str | None) -> tuple[str, Datasheet]:
     """(name, memory and bandwidth) of a GPU of `DATASHEETS` or of a size such as "24GB"; None: the GPU here, else an H200."""
     if name is None and gpu_count():
         here = describe("cuda")
-        known = DATASHEETS.get(datasheet_name(here.name) or "")
-        return here.name, Datasheet(here.memory_bytes, None if known is None else known.bytes_per_second)
-    wanted = "h200" if name is None else name.lower()
+        datasheet = DATASHEETS.get(datasheet_name(here.name) or "")
+        return here.name, Datasheet(here.memory_bytes, None if datasheet is None else datasheet.bytes_per_second)
+    query = "h200" if name is None else name.lower()
     for gpu, sheet in DATASHEETS.items():
-        if gpu.replace("-", "") == wanted.replace("-", "").replace(" ", ""):
+        if gpu.replace("-", "") == query.replace("-", "").replace(" ", ""):
             return gpu, sheet
     try:
-        size = parse_bytes(wanted if wanted[-1:].isalpha() else "", "gpu")  # a unit is needed: 24 means GB, and 4090 is a name
+        size = parse_bytes(query if query[-1:].isalpha() else "", "gpu")  # a unit is needed: 24 means GB, and 4090 is a name
         return f"a GPU of {name}", Datasheet(size, None)
     except InvalidArgument:
         raise InvalidArgument(f"gpu={name!r}; give one of {', '.join(DATASHEETS)}, or a size of memory such as 24GB") from None
@@ -126,33 +126,33 @@ def advise(
         check(0 < value < 2**31, f"{name}={value}; it must be above 0 and below 2^31")
     from halfbyte.hf.default_cache import SAVED
 
-    named, sheet = find_gpu(gpu)
+    gpu_name, sheet = find_gpu(gpu)
     check_half(dtype)
     if weights is not None and weight_or_plain(weights) is None:
         weights = dtype
     config = load_config(resolve_model(model))
     method = quant_method(config)
-    stored = stored_weights(config)
-    if stored is not None:
-        stored.check(weights, model)
+    checkpoint = stored_weights(config)
+    if checkpoint is not None:
+        checkpoint.check(weights, model)
     elif method is not None and weights is None and (weights := expected_weights(config)) is None:
         raise InvalidArgument(
             f"model={model!r} is quantized already ({method}); name the format of its weights, such as --weights int4_g128"
         )
-    sizes = _Sizes(config, model, batch, context, sheet, stored, dtype)
+    sizes = _Sizes(config, model, batch, context, sheet, checkpoint, dtype)
     card = card or card_of(config)
     check(card is None or card.matches(config), f"card is of {card and card.model}, whose sizes are not those of {model}")
-    asked = ((stored.name,),) if stored is not None else ((dtype,), *WEIGHTS) if weights is None else ((weights,),)
-    found = tuple(_judged(choice, card, method) for names in asked for choice in sizes.choices(names))
-    if not found:
+    candidates = ((checkpoint.name,),) if checkpoint is not None else ((dtype,), *WEIGHTS) if weights is None else ((weights,),)
+    choices = tuple(_judged(choice, card, method) for names in candidates for choice in sizes.choices(names))
+    if not choices:
         raise Unsupported(f"model={model!r}: none of the weight formats considered fits the sizes of its layers")
-    recommended, reason = recommend(found)
-    said = (*notes(sizes.skeleton, sizes.plain, None, None, None), *sizes.notes())
-    known = card.model if card is not None and any(c.evidence for c in found) else None
-    if card is not None and known is not None and card.dtype != dtype:
-        said = (*said, f"the evidence card was measured in {card.dtype}, not in {dtype}")
-    facts = (method is not None, known, found, recommended, reason, said, dtype, hasattr(config, SAVED))
-    return Advice(model, named, sheet, batch, context, *facts)
+    best, reason = recommend(choices)
+    remarks = (*notes(sizes.skeleton, sizes.plain, None, None, None), *sizes.notes())
+    measured_model = card.model if card is not None and any(c.evidence for c in choices) else None
+    if card is not None and measured_model is not None and card.dtype != dtype:
+        remarks = (*remarks, f"the evidence card was measured in {card.dtype}, not in {dtype}")
+    facts = (method is not None, measured_model, choices, best, reason, remarks, dtype, hasattr(config, SAVED))
+    return Advice(model, gpu_name, sheet, batch, context, *facts)
 
 
 def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
@@ -168,9 +168,9 @@ def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
             return None, f"of what fits, nothing is measured to change perplexity by less than {TOLERATED:g} %, noise included"
         bound = "that are safe" if safe else f"with perplexity within {TOLERATED:g} %, noise included; nothing that fits is safe"
         return min(good, key=lambda c: c.step_bytes), f"fewest bytes per step of the formats {bound}"
-    given = len({c.weights for c in choices}) == 1  # the weights are as they are: only the cache is chosen
+    is_cache_only = len({c.weights for c in choices}) == 1  # the weights are as they are: only the cache is chosen
     for c in fitting:
-        if (c.keys, c.values) == (settings.KEYS, settings.VALUES) and (given or c.weights == settings.WEIGHTS):
+        if (c.keys, c.values) == (settings.KEYS, settings.VALUES) and (is_cache_only or c.weights == settings.WEIGHTS):
             return c, "the defaults of halfbyte.hf.quantize; their quality on this model is not known"
     return max(fitting, key=lambda c: c.weight_bytes + c.kv_bytes), "most bits of those that fit; quality on this model not known"
 
@@ -200,12 +200,12 @@ class _Sizes:
         """Every cache with the first of these weight formats that fits; none if none does."""
         name: str | None
         if self.stored is not None:
-            name, saved = self.stored.name, self.stored.quantized_bytes(self.skeleton)[0]
+            name, saving = self.stored.name, self.stored.quantized_bytes(self.skeleton)[0]
         elif (name := first_fitting(self.skeleton, candidates)) is None:
             return []
         else:
-            saved = quantized_bytes(self.skeleton, weight_or_plain(name))[0]
-        size = plain_bytes(self.skeleton) - saved
+            saving = quantized_bytes(self.skeleton, weight_or_plain(name))[0]
+        size = plain_bytes(self.skeleton) - saving
         pairs = [pair for pair in caches(self.dtype).values() if fits(self.config, *pair)]
         return [self._choice(keys, values, name, size) for keys, values in pairs]
 
@@ -263,14 +263,16 @@ class _Sizes:
 
     def notes(self) -> list[str]:
         """What the figures assume."""
-        said, known = [], getattr(self.text, "max_position_embeddings", None)
+        lines, limit = [], getattr(self.text, "max_position_embeddings", None)
         if self._expert_shapes():
-            said.append(f"a step of {self.batch:,} sequences reads {self._hit():.0%} of the experts, if all are used equally often")
-        if isinstance(known, int) and self.context > known:
-            said.append(f"a context of {self.context:,} tokens is more than the {known:,} positions of this model")
+            lines.append(
+                f"a step of {self.batch:,} sequences reads {self._hit():.0%} of the experts, if all are used equally often"
+            )
+        if isinstance(limit, int) and self.context > limit:
+            lines.append(f"a context of {self.context:,} tokens is more than the {limit:,} positions of this model")
         if self.batch > 16:
-            said.append(f"with M = {self.batch:,} linear layers may be compute-bound: halfbyte bench linear --rows {self.batch}")
-        return said
+            lines.append(f"with M = {self.batch:,} linear layers may be compute-bound: halfbyte bench linear --rows {self.batch}")
+        return lines
 
 
 def _largest(left: int, nbytes: Callable[[int], int]) -> int:
@@ -284,13 +286,13 @@ def python_lines(advice: Advice, choice: Choice) -> str:
     if advice.has_cache or not choice.keys == choice.values == advice.dtype:
         formats |= {"keys": choice.keys, "values": choice.values}
     name = "halfbyte.paths.shipped_model()" if advice.model in SHIPPED else repr(advice.model)
-    given = ", ".join([name, *(f'{option}="{value}"' for option, value in formats.items())])
-    return f"import torch, halfbyte\n\nmodel = halfbyte.hf.load({given}, dtype={plain_format(advice.dtype).code.dtype})"
+    arguments = ", ".join([name, *(f'{option}="{value}"' for option, value in formats.items())])
+    return f"import torch, halfbyte\n\nmodel = halfbyte.hf.load({arguments}, dtype={plain_format(advice.dtype).code.dtype})"
 
 
 def command(advice: Advice, choice: Choice) -> str:
     """The command that generates text in the formats of a choice."""
     weights = "" if choice.weights == advice.dtype or advice.is_quantized else f" --weights {choice.weights}"
-    typed = "" if advice.dtype == HALVES[0] else f" --dtype {advice.dtype}"
+    option = "" if advice.dtype == HALVES[0] else f" --dtype {advice.dtype}"
     name = shlex.quote(advice.model)
-    return f'halfbyte generate {name} --prompt "..." --keys {choice.keys} --values {choice.values}{weights}{typed}'
+    return f'halfbyte generate {name} --prompt "..." --keys {choice.keys} --values {choice.values}{weights}{option}'

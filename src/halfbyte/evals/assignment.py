@@ -67,7 +67,7 @@ def candidates(model: Any, formats: Sequence[str] = (), windowed: bool = False) 
     plain = [] if windowed else [plain_format(half_type(model)).name]
     quantized = [name for name, fmt in KV_FORMATS.items() if fmt.is_quantized and name in (formats or KV_FORMATS)]
     quantized = [name for name in quantized if not (windowed and KV_FORMATS[name].token_block)]
-    found: dict[str, list[Candidate]] = {}
+    by_side: dict[str, list[Candidate]] = {}
     for side, dim in zip(SIDES, (sizes.head_dim, sizes.value_dim), strict=True):
         groups: dict[object, list[Candidate]] = {}
         for name in (*plain, *quantized):
@@ -77,12 +77,12 @@ def candidates(model: Any, formats: Sequence[str] = (), windowed: bool = False) 
                 rotatable = side == "keys" and fmt.is_quantized and not fmt.token_block and dim % 16 == 0
                 alike = (fmt.code, nbytes, fmt.token_block, fmt.group_size(dim))
                 groups.setdefault(alike, [Candidate(name, rotated, nbytes) for rotated in (False, True)[: 1 + rotatable]])
-        found[side] = [c for group in groups.values() for c in group]
-    fits = all(found.values()) and any(KV_FORMATS[c.format].is_quantized for group in found.values() for c in group)
+        by_side[side] = [c for group in groups.values() for c in group]
+    fits = all(by_side.values()) and any(KV_FORMATS[c.format].is_quantized for group in by_side.values() for c in group)
     along = " with sink and recent tokens" * windowed
-    named = ", ".join(formats) or "all formats"
-    check(fits, f"formats: none of {named} can be chosen for heads of {sizes.head_dim} and {sizes.value_dim}{along}")
-    return found
+    names = ", ".join(formats) or "all formats"
+    check(fits, f"formats: none of {names} can be chosen for heads of {sizes.head_dim} and {sizes.value_dim}{along}")
+    return by_side
 
 
 def _fits(fmt: Format, dim: int) -> bool:
@@ -113,11 +113,11 @@ def assign(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], bu
                 options[i, units:] = least[: spare + 1 - units] + loss[i]
         picks.append(options.argmin(0))
         least = options.amin(0)
-    chosen: list[int] = []
+    indices: list[int] = []
     for pick, extra in zip(reversed(picks), reversed(extras), strict=True):
-        chosen.append(int(pick[spare]))
-        spare -= extra[chosen[-1]]
-    return chosen[::-1]
+        indices.append(int(pick[spare]))
+        spare -= extra[indices[-1]]
+    return indices[::-1]
 
 
 class Options:
@@ -133,20 +133,20 @@ class Options:
 
     def best(self, budget: int) -> Choice | None:
         """The formats by layer with the least sum of sensitivities within `budget` bytes; None when nothing is as small."""
-        picked = assign([[c.nbytes for c in group] for group in self._groups], self._losses, budget)
-        return None if picked is None else self._choice(picked)
+        indices = assign([[c.nbytes for c in group] for group in self._groups], self._losses, budget)
+        return None if indices is None else self._choice(indices)
 
     def uniform(self, budget: int) -> list[Choice]:
         """What fits into `budget` and is the same in all layers, the least sum of sensitivities first."""
         pairs = [(k, v) for k in range(len(self._choices["keys"])) for v in range(len(self._choices["values"]))]
-        made = [self._choice([*pair] * self._layers) for pair in pairs]
-        return sorted((c for c in made if c.nbytes <= budget), key=lambda c: (c.predicted_kl, c.nbytes))
+        choices = [self._choice([*pair] * self._layers) for pair in pairs]
+        return sorted((c for c in choices if c.nbytes <= budget), key=lambda c: (c.predicted_kl, c.nbytes))
 
     def smallest(self) -> int:
         """Bytes of the smallest cache there is."""
         return sum(min(c.nbytes for c in group) for group in self._groups)
 
     def _choice(self, picked: Sequence[int]) -> Choice:
-        taken = [group[i] for group, i in zip(self._groups, picked, strict=True)]
-        layers = tuple(LayerFormats(k.format, v.format, k.rotated) for k, v in zip(taken[::2], taken[1::2], strict=True))
-        return Choice(layers, sum(c.nbytes for c in taken), sum(loss[i] for loss, i in zip(self._losses, picked, strict=True)))
+        selection = [group[i] for group, i in zip(self._groups, picked, strict=True)]
+        layers = tuple(LayerFormats(k.format, v.format, k.rotated) for k, v in zip(selection[::2], selection[1::2], strict=True))
+        return Choice(layers, sum(c.nbytes for c in selection), sum(loss[i] for loss, i in zip(self._losses, picked, strict=True)))

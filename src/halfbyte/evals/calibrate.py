@@ -84,8 +84,8 @@ def missing(choices: dict[str, list[Candidate]], known: Sequence[Sensitivity], l
     """
     have = {(s.layer, s.side, s.format, s.rotated) for s in known}
     every = ((layer, side, c) for side in SIDES for c in choices[side] for layer in range(layers))
-    wanted = ((layer, side, c) for layer, side, c in every if KV_FORMATS[c.format].is_quantized)
-    return [(layer, side, c) for layer, side, c in wanted if (layer, side, c.format, c.rotated) not in have]
+    cases = ((layer, side, c) for layer, side, c in every if KV_FORMATS[c.format].is_quantized)
+    return [(layer, side, c) for layer, side, c in cases if (layer, side, c.format, c.rotated) not in have]
 
 
 def sensitivity(
@@ -143,11 +143,11 @@ class Measurements:
             )
         for line in lines[:-1]:  # the last one is empty, or was cut off while it was written
             try:
-                found = Sensitivity(**json.loads(line))
-                check(math.isfinite(found.kl) and found.side in SIDES, "not a measurement")
+                sensitivity = Sensitivity(**json.loads(line))
+                check(math.isfinite(sensitivity.kl) and sensitivity.side in SIDES, "not a measurement")
             except (ValueError, TypeError) as error:
                 raise InvalidArgument(f"output: {self.path} is damaged ({line[:60]!r}); remove it") from error
-            self.known.append(found)
+            self.known.append(sensitivity)
 
     def add(self, found: Sensitivity) -> None:
         """Keep one more."""
@@ -215,15 +215,15 @@ def _plan(
     """The best of the assignment and the uniform choices within `budget` bytes, each run as a whole."""
     best = options.best(budget)
     assert best is not None  # the budget was checked
-    measured = []
+    trials = []
     for choice in dict.fromkeys((best, *options.uniform(budget)[:UNIFORM])):
         on_step(f"{8 * choice.nbytes / elements:.2f} bits, {'all layers alike' if choice.is_uniform else 'by layer'}")
-        measured.append((choice, divergence.of(choice.layers)))
-    taken, kl = min(measured, key=lambda pair: (pair[1], pair[0].nbytes))
-    uniform = [(8 * choice.nbytes / elements, choice.layers[0], loss) for choice, loss in measured if choice.is_uniform]
+        trials.append((choice, divergence.of(choice.layers)))
+    winner, kl = min(trials, key=lambda pair: (pair[1], pair[0].nbytes))
+    uniform = [(8 * choice.nbytes / elements, choice.layers[0], loss) for choice, loss in trials if choice.is_uniform]
     facts: dict[str, Any] = {
         "kl": kl,
-        "predicted_kl": taken.predicted_kl,
+        "predicted_kl": winner.predicted_kl,
         "tokens": divergence.windows.numel(),
         "chunk": divergence.chunk,
         "dtype": divergence.plain,
@@ -231,5 +231,5 @@ def _plan(
     if uniform:
         alike_bits, alike, alike_kl = min(uniform, key=lambda one: (one[2], one[0]))
         facts["best_uniform"] = {**asdict(alike), "bits": alike_bits, "kl": alike_kl}
-    plan = CachePlan(sizes, taken.layers, 8 * taken.nbytes / elements, *divergence.exact, facts)
+    plan = CachePlan(sizes, winner.layers, 8 * winner.nbytes / elements, *divergence.exact, facts)
     return Calibrated(plan, tuple(uniform))

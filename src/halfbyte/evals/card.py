@@ -85,14 +85,14 @@ class Card:
     @property
     def dtype(self) -> str:
         """The 16-bit type of the model that was measured, by the first result that names one."""
-        named = (r[part] for r in self.results for part in ("keys", "values", "weights"))
-        return next((name for name in named if name in HALVES), HALVES[0])
+        names = (r[part] for r in self.results for part in ("keys", "values", "weights"))
+        return next((name for name in names if name in HALVES), HALVES[0])
 
     def evidence(self, keys: str, values: str, weights: str) -> Evidence | None:
         """The result of exactly these formats; 16 bits of either type are those of the card."""
-        asked = tuple(self.dtype if name in HALVES else name for name in (keys, values, weights))
+        formats = tuple(self.dtype if name in HALVES else name for name in (keys, values, weights))
         for r in self.results:
-            if (r["keys"], r["values"], r["weights"]) == asked:
+            if (r["keys"], r["values"], r["weights"]) == formats:
                 return Evidence(r["change"], r["noise"], r["kl_mean"], _is_safe(r))
         return None
 
@@ -107,8 +107,8 @@ class Card:
     def markdown(self) -> str:
         """The card as a page of Markdown."""
         count, length = self.windows
-        made = self.environment
-        versions = ", ".join(f"{name} {v}" for name, v in made.get("versions", {}).items())
+        where = self.environment
+        versions = ", ".join(f"{name} {v}" for name, v in where.get("versions", {}).items())
         lines = [
             f"# {self.model}",
             f"{self.sizes.model_type}: {self.sizes.layers} layers, {self.sizes.kv_heads} KV heads of {self.sizes.head_dim}. "
@@ -126,9 +126,9 @@ class Card:
         if self.tasks:
             rows = [(_name(r), *(_metrics(r["lm_eval"][t]) for t in self.tasks)) for r in self.results if "lm_eval" in r]
             lines += ["lm-eval:", _table(("formats", *self.tasks), rows)]
-        equal, compared = self.agreement
-        lines.append(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention.")
-        lines.append(f"{made.get('device', '')}; {versions}; {str(made.get('date', ''))[:10]}. `{made.get('command', '')}`")
+        equal, total = self.agreement
+        lines.append(f"16-bit keys and values: {equal} of {total} greedy tokens equal those of transformers' own attention.")
+        lines.append(f"{where.get('device', '')}; {versions}; {str(where.get('date', ''))[:10]}. `{where.get('command', '')}`")
         return "\n\n".join(lines) + "\n"
 
 
@@ -170,8 +170,8 @@ def quality_rows(card: Card) -> list[tuple[str, ...]]:
 
 def long_rows(card: Card) -> list[tuple[str, ...]]:
     """A row a result that has long contexts, under `LONG`."""
-    named = [(_name(r), LongContext("", card.long, **r["long_context"])) for r in card.results if "long_context" in r]
-    return [(name, f"{100 * r.found:.0f}", f"{r.median_parted:,.0f} of {r.written:,}", f"{r.nll:.3f}") for name, r in named]
+    entries = [(_name(r), LongContext("", card.long, **r["long_context"])) for r in card.results if "long_context" in r]
+    return [(name, f"{100 * r.found:.0f}", f"{r.median_parted:,.0f} of {r.written:,}", f"{r.nll:.3f}") for name, r in entries]
 
 
 def _metrics(values: dict[str, float]) -> str:
@@ -234,15 +234,15 @@ def measure(loaded: Any, tokenizer: Tokenizer, suite: Suite, console: Console) -
     """Perplexity and divergence of every setting; long contexts and tasks of those with 16-bit weights or the default cache."""
     if suite.tasks:
         require("lm_eval", "--tasks")
-    wanted = settings(loaded)
+    choices = settings(loaded)
     tasks = Tasks(loaded, tokenizer, suite.ids, suite.long) if suite.long else None
-    thorough = [s for s in wanted if s.weights is None or (s.keys, s.values) == caches()["Default"]]
+    thorough = [s for s in choices if s.weights is None or (s.keys, s.values) == caches()["Default"]]
     results = {
-        s: _plain(r) for s, r in zip(wanted, run_evaluation(loaded, wanted, suite.windows, suite.chunk, console), strict=True)
+        s: _plain(r) for s, r in zip(choices, run_evaluation(loaded, choices, suite.windows, suite.chunk, console), strict=True)
     }
     if tasks is not None:
-        for setting, found in zip(thorough, run_long_context(loaded, thorough, tasks, console), strict=True):
-            results[setting]["long_context"] = {name: getattr(found, name) for name in _LONG}
+        for setting, outcome in zip(thorough, run_long_context(loaded, thorough, tasks, console), strict=True):
+            results[setting]["long_context"] = {name: getattr(outcome, name) for name in _LONG}
     for setting in thorough if suite.tasks else ():
         results[setting]["lm_eval"] = lm_eval_results(loaded, suite.model, setting, suite.tasks)
     return Card(
@@ -278,16 +278,16 @@ def lm_eval_results(loaded: Any, model: str, setting: Setting, tasks: Sequence[s
     manager, names = TaskManager(include_path=sorted({str(Path(t).parent) for t in tasks if is_file(t)})), [*map(task_name, tasks)]
     unknown = [name for name in names if name not in manager.all_tasks]
     check(not unknown, f"tasks: lm-eval has no task {unknown[:1]}; of a local task, pass the file NAME.yaml that says `task: NAME`")
-    used = hf.quantize(with_weights(loaded, setting.weights), **setting.cache_options())
+    lm = hf.quantize(with_weights(loaded, setting.weights), **setting.cache_options())
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model), trust_remote_code=False)
     try:
-        with hf.packed_forwards(used):
-            harness = HFLM(pretrained=used, tokenizer=tokenizer)
-            found = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
+        with hf.packed_forwards(lm):
+            harness = HFLM(pretrained=lm, tokenizer=tokenizer)
+            scores = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
     finally:
-        hf.quantize(used, keys=setting.dtype, values=setting.dtype)  # it may be `loaded` itself
+        hf.quantize(lm, keys=setting.dtype, values=setting.dtype)  # it may be `loaded` itself
     return {
-        task: {name.removesuffix(",none"): value for name, value in found["results"][task].items() if type(value) is float}
+        task: {name.removesuffix(",none"): value for name, value in scores["results"][task].items() if type(value) is float}
         for task in names
     }
 
@@ -329,10 +329,10 @@ def read_card(path: Path) -> Card:
     check(isinstance(data, dict) and data.get("format") == KIND, f'{what} is no card; expected "format": "{KIND}"')
     check(data.get("version") == VERSION, f"{what} has version {data.get('version')!r}; this halfbyte reads {VERSION}")
     try:
-        given = {f.name: data[f.name] for f in fields(Card)}
-        given |= {"sizes": ModelSizes(**given["sizes"]), "results": tuple(map(_checked, given["results"]))}
-        given |= {name: tuple(given[name]) for name in ("windows", "tasks", "agreement")}
-        return Card(**given)
+        values = {f.name: data[f.name] for f in fields(Card)}
+        values |= {"sizes": ModelSizes(**values["sizes"]), "results": tuple(map(_checked, values["results"]))}
+        values |= {name: tuple(values[name]) for name in ("windows", "tasks", "agreement")}
+        return Card(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{what} is damaged ({type(error).__name__}: {str(error)[:200]}); write it again") from error
 

@@ -25,14 +25,14 @@ def format_rows() -> list[tuple[str, ...]]:
 
 def in_words(setting: Setting) -> str:
     """The quantized formats of a setting, each with its codes and scales."""
-    named = {"keys": setting.keys, "values": setting.values, "weights": setting.weights, "lm_head": setting.lm_head}
+    formats = {"keys": setting.keys, "values": setting.values, "weights": setting.weights, "lm_head": setting.lm_head}
     texts = {(name, use == "weights"): text for name, use, text in _texts()}
-    said = [
+    phrases = [
         f"{part}: {texts[name, part in ('weights', 'lm_head')]}"
-        for part, name in named.items()
+        for part, name in formats.items()
         if isinstance(name, str) and name != setting.dtype and (name, part in ("weights", "lm_head")) in texts
     ]
-    return "; ".join(said) + "; keys Hadamard-rotated" * (setting.rotate_keys is True)
+    return "; ".join(phrases) + "; keys Hadamard-rotated" * (setting.rotate_keys is True)
 
 
 def legend(settings: Sequence[Setting]) -> list[str]:
@@ -62,5 +62,5 @@ def _scale_text(f: Format) -> str:
     group, kind = f.scale.group, f.scale.granularity
     where = {"group": f"group of {group}", "channel": f"dim over {group} tokens"}.get(kind) or _SHARED[kind]
     extras = [f"in 8 bits, blocks of {f.scale.nested}"] * bool(f.scale.nested) + ["and one for the tensor"] * f.tensor_scale
-    stored = {"f16": [], "f32": ["fp32"]}.get(f.scale.dtype, [f.scale.dtype.upper()])
-    return ", ".join([where, *stored, *extras])
+    dtype = {"f16": [], "f32": ["fp32"]}.get(f.scale.dtype, [f.scale.dtype.upper()])
+    return ", ".join([where, *dtype, *extras])

@@ -66,9 +66,9 @@ class Tasks:
         check(context <= most, f"long={context}; this model is made for at most {most:,} tokens")
         bodies = windows(ids, context, KEYS).tolist()
         check(len(bodies) == KEYS, f"long={context} needs {KEYS} windows of text, this one has {len(bodies)}; use a longer text")
-        made = [_with_key(tokenizer, body, i, context) for i, body in enumerate(bodies)]
-        self.keyed = torch.tensor([tokens for tokens, _ in made], device=model.device)  # [keys, context]
-        self.key_tokens = [count for _, count in made]
+        prompts = [_with_key(tokenizer, body, i, context) for i, body in enumerate(bodies)]
+        self.keyed = torch.tensor([tokens for tokens, _ in prompts], device=model.device)  # [keys, context]
+        self.key_tokens = [count for _, count in prompts]
         self.prompts = windows(ids, max(2, int(context * PROMPT)), TEXTS, tokenizer.bos).to(model.device)
         self.written = context - self.prompts.shape[1]
 
@@ -80,9 +80,9 @@ class Tasks:
 
 def _with_key(tokenizer: Tokenizer, body: list[int], number: int, context: int) -> tuple[list[int], int]:
     """(tokens of a text that ends with its key, `context` in all; how many of them are the key). Key `number` lies at its depth."""
-    drawn = "".join(random.Random(number).choices(string.ascii_lowercase + string.digits, k=CHARACTERS))
+    characters = "".join(random.Random(number).choices(string.ascii_lowercase + string.digits, k=CHARACTERS))
     before, after = tokenizer.frame
-    key, name = tokenizer.encode(drawn), tokenizer.encode(NAME)
+    key, name = tokenizer.encode(characters), tokenizer.encode(NAME)
     head = tokenizer.encode(before) if before else [] if tokenizer.bos is None else [tokenizer.bos]
     needle = [*name, *key, *tokenizer.encode('"\n')]
     tail = [*tokenizer.encode(QUESTION + after if after else ""), *name, *key]
@@ -100,15 +100,15 @@ def long_context(
 
     model has the setting's weights, `plain` is the 16-bit one, which judges what was written.
     """
-    started = time.perf_counter()
-    found = _found(model, setting, tasks, on_step)
+    start = time.perf_counter()
+    recall = _found(model, setting, tasks, on_step)
     text = torch.cat(list(_written(model, setting, tasks, on_step)), 1)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
     theirs = text if base is None else base
     equal = (text == theirs).tolist()
-    parted = [sum(1 for _ in takewhile(bool, row)) for row in equal]
+    prefixes = [sum(1 for _ in takewhile(bool, row)) for row in equal]
     nll = _nll(plain, setting.dtype, tasks.prompts, text)
-    return LongContext(setting.name, tasks.keyed.shape[1], found, tasks.written, parted, nll, seconds), text
+    return LongContext(setting.name, tasks.keyed.shape[1], recall, tasks.written, prefixes, nll, seconds), text
 
 
 def _found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> float:
@@ -147,8 +147,8 @@ def _nll(plain: Any, dtype: str, prompts: torch.Tensor, text: torch.Tensor) -> f
     for first in range(0, whole.shape[1] - 1, 256):
         piece, following = whole[:, first : first + 256], whole[:, first + 1 : first + 257]
         logs = plain(input_ids=piece, **{CACHE: cache}, use_cache=True).logits[:, : following.shape[1]].float().log_softmax(-1)
-        judged = logs.gather(-1, following[..., None])[:, max(prompts.shape[1] - 1 - first, 0) :]
-        total -= float(judged.sum(dtype=torch.float64))
+        log_probs = logs.gather(-1, following[..., None])[:, max(prompts.shape[1] - 1 - first, 0) :]
+        total -= float(log_probs.sum(dtype=torch.float64))
     return total / text.numel()
 
 
@@ -161,8 +161,8 @@ def run_long_context(model: Any, settings: Sequence[Setting], tasks: Tasks, cons
         task = bar.add_task("", total=len(settings) * tasks.steps)
         for setting in settings:
             bar.update(task, description=f"long context, {setting.name}")
-            used = with_weights(model, *setting.in_weights)
-            result, text = long_context(used, setting, tasks, base, model, lambda: bar.advance(task))
+            variant = with_weights(model, *setting.in_weights)
+            result, text = long_context(variant, setting, tasks, base, model, lambda: bar.advance(task))
             results.append(result)
             base = text if base is None else base
     return results

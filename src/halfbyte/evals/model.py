@@ -77,17 +77,17 @@ def _pieces(
     ends = model.generation_config.eos_token_id
     stops = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    step, made, shown = torch.tensor([ids], device=model.device), list[int](), 0
+    step, output, length = torch.tensor([ids], device=model.device), list[int](), 0
     for i in range(tokens):
         logits = model(input_ids=step, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         step = _choose(logits, temperature, generator)
         if int(step) in stops:
             return
-        made.append(int(step))
-        text = tokenizer.decode(made)
+        output.append(int(step))
+        text = tokenizer.decode(output)
         if not text.endswith("\ufffd") or i + 1 == tokens:
-            yield text[shown:]
-            shown = len(text)
+            yield text[length:]
+            length = len(text)
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
@@ -125,8 +125,8 @@ def _own_attention(model: Any) -> Iterator[None]:
     """transformers' attention for a while: sdpa, or eager where a model has features that sdpa lacks."""
     from halfbyte.hf.attention import NAME
 
-    capped = getattr(model.config, "attn_logit_softcapping", None) or "gpt_oss" in model.config.model_type
-    model.set_attn_implementation("eager" if capped else "sdpa")
+    needs_eager = getattr(model.config, "attn_logit_softcapping", None) or "gpt_oss" in model.config.model_type
+    model.set_attn_implementation("eager" if needs_eager else "sdpa")
     try:
         yield
     finally:
@@ -151,9 +151,9 @@ def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
         def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if not self.is_initialized:
                 self.lazy_initialization(k, v)
-            rounded = [x.to(dtype).to(x.dtype) for x in (k, v)]
+            chunk = [x.to(dtype).to(x.dtype) for x in (k, v)]
             past: tuple[torch.Tensor, torch.Tensor] = (self.keys, self.values)  # type: ignore[has-type]
-            self.keys, self.values = (torch.cat([old, new], -2) for old, new in zip(past, rounded, strict=True))
+            self.keys, self.values = (torch.cat([old, new], -2) for old, new in zip(past, chunk, strict=True))
             if k.shape[-2] <= DECODE_QUERIES:
                 return self.keys, self.values
             return torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)

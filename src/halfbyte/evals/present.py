@@ -49,10 +49,10 @@ def _weights(result: Quality) -> str:
 
 def rows(results: Sequence[Quality]) -> list[tuple[str, ...]]:
     """The rows of a terminal's table; an empty one, which draws a line, between the 16-bit run, the caches and the weights."""
-    made: list[tuple[str, ...]] = []
+    lines: list[tuple[str, ...]] = []
     for before, result in zip([None, *results], results, strict=False):
-        made += [()] * (before is not None and kind(before) != kind(result)) + [row(result)]
-    return made
+        lines += [()] * (before is not None and kind(before) != kind(result)) + [row(result)]
+    return lines
 
 
 def kind(result: Quality) -> str:
@@ -83,15 +83,15 @@ def append_records(
     from halfbyte.evals.environment import environment
 
     made_on = describe(device)
-    made = dataclasses.asdict(environment(made_on, made_on.threads))
+    where = dataclasses.asdict(environment(made_on, made_on.threads))
     for one in records(results, longer):
-        append_line(path, json.dumps(one | ({} if took is None else {"command": took}) | {"environment": made}))
+        append_line(path, json.dumps(one | ({} if took is None else {"command": took}) | {"environment": where}))
 
 
 def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:
     """`record` of each result, with its long context if there is one."""
-    added: list[dict[str, Any]] = [{"long_context": dataclasses.asdict(one)} for one in longer] or [{}] * len(results)
-    return [record(result) | more for result, more in zip(results, added, strict=True)]
+    extras: list[dict[str, Any]] = [{"long_context": dataclasses.asdict(one)} for one in longer] or [{}] * len(results)
+    return [record(result) | more for result, more in zip(results, extras, strict=True)]
 
 
 LONG_HEADERS = ("formats", "key found, %", "differs after", "of tokens", "first", "nats a token", "seconds")
@@ -127,18 +127,18 @@ def chosen(results: Sequence[Quality]) -> dict[str, Quality]:
     """The results that get a card, by its title: those of `CARDS`; without any, the first three."""
     others = results[1:]
     caches = [r for r in others if not any(r.setting.in_weights)]
-    found = {
+    by_title = {
         title: min(alike, key=lambda r: r.kl_mean)
         for title, formats in CARDS.items()
         if (alike := [r for r in caches if (r.setting.keys, r.setting.values) == formats])
     }
-    return found or {r.setting.name: r for r in others[:3]}
+    return by_title or {r.setting.name: r for r in others[:3]}
 
 
 def verdict(results: Sequence[Quality]) -> str:
     """One sentence for each card: size, perplexity, and whether that is safe, which few tokens may leave open."""
-    found = chosen(results).items()
-    return " ".join(f"{name}: {ratio(r, results[0]):.2f}x smaller, perplexity {_change(r)}, {_safe_words(r)}." for name, r in found)
+    cards = chosen(results).items()
+    return " ".join(f"{name}: {ratio(r, results[0]):.2f}x smaller, perplexity {_change(r)}, {_safe_words(r)}." for name, r in cards)
 
 
 def ratio(result: Quality, base: Quality) -> float:

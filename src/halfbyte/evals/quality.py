@@ -102,14 +102,14 @@ class Setting:
     @property
     def kv(self) -> str:
         """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
-        turned = ", values rotated" if self.rotate_values else ""
-        turned += f", {self.sink_tokens} + {self.recent_tokens} tokens 16-bit" if any(self.exact) else ""
+        suffix = ", values rotated" if self.rotate_values else ""
+        suffix += f", {self.sink_tokens} + {self.recent_tokens} tokens 16-bit" if any(self.exact) else ""
         if self.plan:
-            return self.plan + turned
+            return self.plan + suffix
         keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
         both = keys if keys == values else f"{keys} / {values}"
-        skipped = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
-        return both + (" rotated" if self.rotate_keys else "") + turned + skipped
+        skips = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
+        return both + (" rotated" if self.rotate_keys else "") + suffix + skips
 
     @property
     def name(self) -> str:
@@ -175,7 +175,7 @@ def evaluate(
     )
     for setting in settings:
         check_exact(setting.exact, windows.shape[1])
-    models = {given: with_weights(model, *given) for given in dict.fromkeys(s.in_weights for s in settings)}
+    models = {in_weights: with_weights(model, *in_weights) for in_weights in dict.fromkeys(s.in_weights for s in settings)}
     tallies = [_Tally(s) for s in settings]
     for part in windows.split(batch):
         base: list[_Outputs] = []
@@ -239,14 +239,14 @@ class _Tally:
     def run(self, model: Any, part: torch.Tensor, chunk: int, base: list[_Outputs], on_step: Step) -> None:
         """Feed one batch of windows. The first setting fills `base`; the others are compared with it, chunk by chunk."""
         first, kl = not base, list[torch.Tensor]()
-        started = time.perf_counter()
+        start = time.perf_counter()
         for i, outputs in enumerate(_outputs(model, self.setting, part, chunk)):
-            self._seconds += time.perf_counter() - started
+            self._seconds += time.perf_counter() - start
             if first:
                 base.append(outputs)
             kl.append(self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1]))
             on_step()
-            started = time.perf_counter()
+            start = time.perf_counter()
         self._kl.append(torch.cat(kl, 1).double().clamp_min(0))
 
     def _compare(self, outputs: _Outputs, base: _Outputs, following: torch.Tensor) -> torch.Tensor:
@@ -315,8 +315,8 @@ def with_weights(
 
 def weight_bytes(model: Any) -> int:
     """Bytes of a model's weights: quantized ones as they are stored, all others at 16 bits, whatever type they compute in."""
-    stored = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
-    return sum(stored.get(id(p), 2 * p.numel()) for p in model.parameters())
+    sizes = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
+    return sum(sizes.get(id(p), 2 * p.numel()) for p in model.parameters())
 
 
 def kv_bytes_per_token(model: Any, setting: Setting) -> float:
@@ -357,8 +357,8 @@ def every_kv_setting(head_dim: int = 128, dtype: str = "bf16") -> list[Setting]:
         for name, fmt in distinct.items()
         if rotated(None, fmt, head_dim)
     ]
-    mixed = [Setting(*pair, dtype=dtype) for pair in (("int8", "int4_g32"), *caches(dtype).values()) if pair != (dtype, dtype)]
-    return list(dict.fromkeys([*alike, *mixed, *by_default]))
+    pairs = [Setting(*pair, dtype=dtype) for pair in (("int8", "int4_g32"), *caches(dtype).values()) if pair != (dtype, dtype)]
+    return list(dict.fromkeys([*alike, *pairs, *by_default]))
 
 
 def every_weight_setting(dtype: str = "bf16") -> list[Setting]:
@@ -371,9 +371,9 @@ def every_weight_setting(dtype: str = "bf16") -> list[Setting]:
 def parse_layers(text: str, layers: int) -> tuple[int, ...]:
     """ "0,1,-1" -> (0, 1, layers - 1). Raises on what is not a layer."""
     try:
-        found = [int(part) for part in text.split(",") if part.strip()]
+        indices = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise InvalidArgument(f"skip_layers={text!r}; expected layer numbers separated by commas, such as 0,1,-1") from None
-    bad = [i for i in found if not -layers <= i < layers]
+    bad = [i for i in indices if not -layers <= i < layers]
     check(not bad, f"skip_layers={text!r} names layer {bad and bad[0]}; this model has layers 0 to {layers - 1}")
-    return tuple(sorted({i % layers for i in found}))
+    return tuple(sorted({i % layers for i in indices}))

@@ -58,8 +58,8 @@ class _FromTransformers:
         if not self._tokenizer.chat_template:
             return "", ""
         mark = "<the text>"
-        said = [{"role": "user", "content": mark}]
-        before, _, after = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True).partition(mark)
+        messages = [{"role": "user", "content": mark}]
+        before, _, after = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).partition(mark)
         return before, after
 
     def encode(self, text: str) -> list[int]:

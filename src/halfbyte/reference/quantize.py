@@ -61,7 +61,7 @@ def quantize(
     if fmt.granularity in ("token", "channel") and x.ndim != 4:
         raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantizes keys or values [B, H, T, D]")
     check_clip(clip, fmt)
-    fixed = None if scale is None else fixed_scale(scale, fmt, x.device)
+    tensor_scale = None if scale is None else fixed_scale(scale, fmt, x.device)
     check_finite(x, "x")
     wide, x = x, x.to(fmt.code.dtype) if fmt.scale is None else x.float()
     if wide.element_size() > x.element_size():
@@ -70,7 +70,7 @@ def quantize(
         return QuantTensor(fmt, tuple(x.shape), x)
     top = _tensor_scale(x, fmt) if fmt.tensor_scale else None
     ratio = None if clip is None else _best_ratios(x, fmt, top)
-    scales, offsets = _measure_stored(x, fmt, ratio, top) if fixed is None else (fixed, None)
+    scales, offsets = _measure_stored(x, fmt, ratio, top) if tensor_scale is None else (tensor_scale, None)
     check_range(scales, offsets, fmt)
     codes = encode(x, plain_scales(scales, fmt, top), offsets, fmt)
     if fmt.scale.nested is not None:
@@ -185,18 +185,18 @@ def _scales_of(
     extent: tuple[torch.Tensor, torch.Tensor], fmt: Format, ratio: float | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`measure` of blocks of this extent."""
-    (low, high), stored = extent, _stored_type(fmt)
+    (low, high), dtype = extent, _stored_type(fmt)
     reach = torch.full((), fmt.code.reach, device=high.device)  # a GPU would multiply by the reciprocal of a Python number
     if fmt.offset == "none":
-        floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
-        return (_clipped(high, ratio) / reach).clamp_min(floor).to(stored), None
+        floor = MIN_SCALE if dtype is torch.float16 else torch.finfo(dtype).tiny
+        return (_clipped(high, ratio) / reach).clamp_min(floor).to(dtype), None
     if fmt.offset == "float":
         span = high - low
         if fmt.clip != 1:
             low, span = low + span * ((1 - fmt.clip) / 2), span * fmt.clip
-        return (span / reach).clamp_min(MIN_SCALE).to(stored), low.to(torch.float16)
+        return (span / reach).clamp_min(MIN_SCALE).to(dtype), low.to(torch.float16)
     low, high = _clipped(low, ratio).clamp_max(0), _clipped(high, ratio).clamp_min(0)  # 0 must be a code
-    scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(stored)
+    scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(dtype)
     zeros = (-low / scales.float()).round().clamp(fmt.code.lo, fmt.code.hi)
     return scales, zeros.to(torch.uint8)
 
@@ -313,8 +313,8 @@ def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
     absmax = blocks.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
     table = dynamic_map(x.device)
     index = torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2)
-    stored = index.flatten()[: scales.numel()].reshape(scales.shape).to(torch.uint8)
-    return QuantTensor(fmt, tuple(x.shape), codes, stored, nested=torch.cat([absmax, mean.reshape(1)]))
+    scale_codes = index.flatten()[: scales.numel()].reshape(scales.shape).to(torch.uint8)
+    return QuantTensor(fmt, tuple(x.shape), codes, scale_codes, nested=torch.cat([absmax, mean.reshape(1)]))
 
 
 # -------------------------------------------------------------------------------------------------------- the clip search
