@@ -144,11 +144,11 @@ def run_study(
     from halfbyte_lab.studies import QUESTIONS
 
     if not names:
-        for known, asks in QUESTIONS.items():
-            print(f"{known:18} {asks}")
+        for study, asks in QUESTIONS.items():
+            print(f"{study:18} {asks}")
         return
-    chosen = [suites.study(name) for name in dict.fromkeys(names)]
-    suites.run_suites(options, ", ".join(dict.fromkeys(names)), lambda _: chosen)
+    selection = [suites.study(name) for name in dict.fromkeys(names)]
+    suites.run_suites(options, ", ".join(dict.fromkeys(names)), lambda _: selection)
 
 
 @app.command("overhead")
@@ -221,8 +221,8 @@ def bench_compare(
     (old, notices), (new, more) = read_all([before]), read_all([after])
     for notice in (*notices, *more):
         print(f"note: {notice}", file=sys.stderr)
-    found = changes(old, new)
-    shown = [c for c in found if full or c.marked]
-    if shown:
-        print_table("", CHANGES, [[str(cell) for cell in change_row(c)] for c in shown], text_columns=3)
-    print(f"{sum(c.marked for c in found)} of {len(found)} changed")
+    differences = changes(old, new)
+    visible = [c for c in differences if full or c.marked]
+    if visible:
+        print_table("", CHANGES, [[str(cell) for cell in change_row(c)] for c in visible], text_columns=3)
+    print(f"{sum(c.marked for c in differences)} of {len(differences)} changed")

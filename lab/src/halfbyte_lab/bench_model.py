@@ -52,25 +52,25 @@ def bench_model(
     check_appendable(output, "output")
     steps, machine = Steps(batch, context, new), describe(device)
     formats = Formats(weights, keys, values, None if lm_head == "bf16" else lm_head, dtype)
-    loaded = of_sizes(read_config(resolve_model(model)), machine, formats) if random else load(model, machine, formats)
-    found: list[Record] = []
+    lm = of_sizes(read_config(resolve_model(model)), machine, formats) if random else load(model, machine, formats)
+    results: list[Record] = []
     with console(stderr=True).status("") as status:
-        for record in measure(loaded, formats, steps, machine, said=status.update):
-            found.append(record)
+        for record in measure(lm, formats, steps, machine, said=status.update):
+            results.append(record)
             if output is not None:
                 records.append(output, [record])
     if as_json:
-        print(json.dumps([json.loads(record.to_json()) for record in last_of_each(found)]))
+        print(json.dumps([json.loads(record.to_json()) for record in last_of_each(results)]))
         return
-    show(found, f"{model}: batch {batch}, prompts of {context:,} tokens, on {machine.name}", wide)
+    show(results, f"{model}: batch {batch}, prompts of {context:,} tokens, on {machine.name}", wide)
 
 
-def show(found: Sequence[Record], title: str, wide: bool = False) -> None:
+def show(records: Sequence[Record], title: str, wide: bool = False) -> None:
     """A table of every way against the first, and the parts of a step of the first and the last that were traced."""
-    found = last_of_each(found)
-    print_table(title, HEADERS, [_row(record, found[0]) for record in found], text_columns=2, wide=wide)
-    traced = [record for record in found if record.kernels]
-    for record in traced[:1] + traced[1:][-1:]:
+    records = last_of_each(records)
+    print_table(title, HEADERS, [_row(record, records[0]) for record in records], text_columns=2, wide=wide)
+    with_kernels = [record for record in records if record.kernels]
+    for record in with_kernels[:1] + with_kernels[1:][-1:]:
         print_table(f"A step of {record.implementation}", PARTS, _parts(record), text_columns=1, wide=wide)
 
 
@@ -88,6 +88,6 @@ def _row(record: Record, plain: Record) -> list[str]:
 
 def _parts(record: Record) -> list[list[str]]:
     """What a step runs, the longest first, and what is left of it."""
-    step, shown = record.seconds or 0.0, list(record.kernels.items())[:_LISTED]
-    shown.append(("others, and waiting", max(0.0, step - sum(seconds for _, seconds in shown))))
-    return [[name, f"{1e6 * seconds:,.0f}", f"{seconds / step:.0%}"] for name, seconds in shown]
+    step, parts = record.seconds or 0.0, list(record.kernels.items())[:_LISTED]
+    parts.append(("others, and waiting", max(0.0, step - sum(seconds for _, seconds in parts))))
+    return [[name, f"{1e6 * seconds:,.0f}", f"{seconds / step:.0%}"] for name, seconds in parts]

@@ -42,15 +42,15 @@ def demo(
     check_page(html, "html")
     check_writable(output, "output")
     server = _bound(port) if serve else None
-    shown = run(html, console(), console(stderr=True), quick, device)
+    result = run(html, console(), console(stderr=True), quick, device)
     if wide:
         print_table(
-            "Every figure, without outliers", HEADERS, rows([r for r in shown.results if not r.model]), text_columns=2, wide=True
+            "Every figure, without outliers", HEADERS, rows([r for r in result.results if not r.model]), text_columns=2, wide=True
         )
     if output is not None:
-        append_records(shown.results, output, took=shown.took, device=device)
+        append_records(result.results, output, took=result.took, device=device)
     if server is not None:
-        _serve(server, shown)
+        _serve(server, result)
 
 
 def _bound(port: int) -> ThreadingHTTPServer:
@@ -84,8 +84,11 @@ def extract(
     from halfbyte_lab.extract import load_layer
 
     check_new_folder(output)
-    found = load_layer(model, layer, head)
+    projections = load_layer(model, layer, head)
     with new_folder(output) as folder:
-        found.save(folder)
-    shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip("qkv", found.weights, strict=True))
-    print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
+        projections.save(folder)
+    shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip("qkv", projections.weights, strict=True))
+    print(
+        f"{output}: layer {projections.metadata.layer} of {model}: {shapes}"
+        + ("" if projections.metadata.bias else "; biases are zero")
+    )

@@ -55,11 +55,11 @@ def _projections(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | N
     from transformers.pytorch_utils import Conv1D
 
     if hasattr(module, "c_attn"):
-        joined: Any = module.c_attn
+        projection: Any = module.c_attn
         # Linear layers of this name mix heads and q, k, v in orders of their own; a Conv1D, as in GPT-2, is [K, 3 N] in this order.
-        if not isinstance(joined, Conv1D) or joined.weight.shape[1] != 3 * joined.weight.shape[0]:
-            raise Unsupported(f"c_attn is a {type(joined).__name__}; extract knows the Conv1D of GPT-2, [N, 3 N]")
-        return list(zip(joined.weight.T.chunk(3), joined.bias.chunk(3), strict=True))
+        if not isinstance(projection, Conv1D) or projection.weight.shape[1] != 3 * projection.weight.shape[0]:
+            raise Unsupported(f"c_attn is a {type(projection).__name__}; extract knows the Conv1D of GPT-2, [N, 3 N]")
+        return list(zip(projection.weight.T.chunk(3), projection.bias.chunk(3), strict=True))
     parts: list[Any] = [getattr(module, f"{x}_proj") for x in "qkv"]
     for part in parts:
         if not isinstance(part, nn.Linear) or not part.weight.is_floating_point():

@@ -135,13 +135,13 @@ class Formats:
 
     def __str__(self) -> str:
         head = f", {self.lm_head} lm_head" if self.lm_head else ""
-        typed = "" if self.dtype == HALVES[0] else f", {self.dtype}"
-        return f"{self.weights}{head}, {self.keys}/{self.values}{typed}"
+        suffix = "" if self.dtype == HALVES[0] else f", {self.dtype}"
+        return f"{self.weights}{head}, {self.keys}/{self.values}{suffix}"
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of `hf.quantize`."""
-        return {name: given for name, given in asdict(self).items() if name != "dtype"}
+        return {name: value for name, value in asdict(self).items() if name != "dtype"}
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def of_sizes(config: Any, machine: Device, formats: Formats) -> Any:
     dtype = plain_format(formats.dtype).code.dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    needed = sum(parameter.nbytes for parameter in model.parameters())
-    if machine.kind == "cuda" and needed > _MOST_IN_16_BITS * torch.cuda.mem_get_info(machine.torch)[0]:
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    if machine.kind == "cuda" and nbytes > _MOST_IN_16_BITS * torch.cuda.mem_get_info(machine.torch)[0]:
         return checked(_repeated(model, machine), formats)
     with machine.torch:
         return checked(_computing(AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), machine), formats)
@@ -197,8 +197,8 @@ def _repeated(model: Any, machine: Device) -> Any:
     config.num_hidden_layers = 1
     with machine.torch:
         one = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
-    weights, made = one.state_dict(), model.state_dict()
-    model.load_state_dict({name: weights[re.sub(r"\.\d+\.", ".0.", name)] for name in made}, assign=True)
+    weights, state = one.state_dict(), model.state_dict()
+    model.load_state_dict({name: weights[re.sub(r"\.\d+\.", ".0.", name)] for name in state}, assign=True)
     for name, module in model.named_modules():
         for buffer, _ in module.named_buffers(recurse=False):
             setattr(module, buffer, getattr(one.get_submodule(re.sub(r"\.\d+(?=\.|$)", ".0", name)), buffer))
@@ -245,31 +245,31 @@ def measure(
         said(f"{', '.join(way.name for _, way in sides)}: timing")
         for (side, way), times in zip(sides, timed_in_turn(sides, steps), strict=True):
             wider = side.dtype.itemsize // 2 if way is PLAIN else 1
-            held = (formats.dtype, formats.dtype) if way is PLAIN else (formats.keys, formats.values)
+            formats_of_cache = (formats.dtype, formats.dtype) if way is PLAIN else (formats.keys, formats.values)
             names = ("fp32" if wider > 1 else formats.dtype) if way is PLAIN else str(formats)
-            yield side, way, _record(shape, names, way.name, bytes_read(side, steps, *held, wider), where, times, rate)
+            yield side, way, _record(shape, names, way.name, bytes_read(side, steps, *formats_of_cache, wider), where, times, rate)
 
-    def with_parts(side: Any, way: Way, made: Record) -> Record:
+    def with_parts(side: Any, way: Way, record: Record) -> Record:
         said(f"{way.name}: tracing")
-        parts, least = parts_of(side, steps, way), _LEAST * (made.seconds or 0)
-        return replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
+        parts, least = parts_of(side, steps, way), _LEAST * (record.seconds or 0)
+        return replace(record, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
 
     torch.compiler.reset()  # which holds the model that was measured before
     in_turn, packed = machine.kind == "cpu", [(model, way) for way in PACKED if way in ways]
     plain = [(copy.deepcopy(model) if in_turn and packed else model, PLAIN)] if PLAIN in ways else []
-    found = []
+    results = []
     for sides in [[*plain, *packed]] if in_turn else [plain, *([side] for side in packed)]:
         if sides == packed[:1] or (in_turn and packed):
             torch.compiler.reset()
             judged(quantize(model, **formats.options, fuse_qkv=True, fuse_gate_up=True))
-        for side, way, made in timing(sides) if sides else ():
-            yield made
-            found.append((side, way, made))
+        for side, way, record in timing(sides) if sides else ():
+            yield record
+            results.append((side, way, record))
             if seconds := replays(side, way, steps):
-                yield _record(shape, made.formats, way.name + ALONE, made.nbytes, where, Times(0.0, seconds), rate)
-    for side, way, made in found if traced else ():
+                yield _record(shape, record.formats, way.name + ALONE, record.nbytes, where, Times(0.0, seconds), rate)
+    for side, way, record in results if traced else ():
         if in_turn or way is not PLAIN:
-            yield with_parts(side, way, made)
+            yield with_parts(side, way, record)
 
 
 def _record(shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float) -> Record:
@@ -288,8 +288,8 @@ def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1)
     lookup = 0 if getattr(head, "weight", None) is embedding.weight else embedding.weight.nbytes
     config, unread = text_config(model), 0.0
     for stack in expert_stacks(model):
-        held = stack.weight if isinstance(stack, QuantLayer) else stack
-        unread += held.nbytes * unread_experts(config, held.shape[0], steps.batch)
+        weight = stack.weight if isinstance(stack, QuantLayer) else stack
+        unread += weight.nbytes * unread_experts(config, weight.shape[0], steps.batch)
     cache, holding = PackedCache(model.config, steps.context, keys=keys, values=values), layer_types(config)
     windows = [layer_window(config, i) or steps.context for i, kind in enumerate(holding) if kind in ATTENTION]
     tokens = sum(min(window, steps.context) for window in windows) / len(windows)
@@ -298,8 +298,8 @@ def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1)
 
 def timed(model: Any, steps: Steps, way: Way) -> tuple[float, float]:
     """Seconds of the shortest call that ends with the first token, and of a decode step: a long call less that one."""
-    (found,) = timed_in_turn([(model, way)], steps)
-    return found.first, found.step
+    (times,) = timed_in_turn([(model, way)], steps)
+    return times.first, times.step
 
 
 def timed_in_turn(sides: Sequence[tuple[Any, Way]], steps: Steps) -> list[Times]:
@@ -315,11 +315,11 @@ def timed_in_turn(sides: Sequence[tuple[Any, Way]], steps: Steps) -> list[Times]
         for _ in range(_WARM_UP):
             whole()
     samples = [[(seconds(once), seconds(whole)) for once, whole in calls] for _ in range(_REPEATS)]
-    found = []
+    results = []
     for mine in zip(*samples, strict=True):
         first = min(once for once, _ in mine)
-        found.append(Times(first, tuple(max(whole - first, 1e-9) / (steps.new - 1) for _, whole in mine)))
-    return found
+        results.append(Times(first, tuple(max(whole - first, 1e-9) / (steps.new - 1) for _, whole in mine)))
+    return results
 
 
 def replays(model: Any, way: Way, steps: Steps, times: int = 20) -> tuple[float, ...]:
@@ -332,25 +332,25 @@ def replays(model: Any, way: Way, steps: Steps, times: int = 20) -> tuple[float,
         return ()
     lengths = [layer.kv.lengths for layer in kept_steps(model)[-1].cache.packed if layer.kv is not None]
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
-    for began, ended in pairs:
-        for held in lengths:
-            held.fill_(steps.context)
+    for began, end in pairs:
+        for length in lengths:
+            length.fill_(steps.context)
         began.record()
         forward.recorded.graph.replay()
-        ended.record()
+        end.record()
     torch.cuda.synchronize(model.device)
     release(model)
-    return tuple(began.elapsed_time(ended) / 1e3 for began, ended in pairs)
+    return tuple(began.elapsed_time(end) / 1e3 for began, end in pairs)
 
 
 def _call(model: Any, steps: Steps, way: Way, new: int) -> Callable[[], None]:
     """A call of generate() that ends with `new` tokens, and when the device has made them."""
     prompts = steps.prompts(model)
-    given = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
-    given["max_cache_len"] = steps.context + steps.new
+    arguments = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
+    arguments["max_cache_len"] = steps.context + steps.new
 
     def run() -> None:
-        model.generate(prompts, **given, **way.options)
+        model.generate(prompts, **arguments, **way.options)
         if prompts.is_cuda:
             torch.cuda.synchronize(prompts.device)
 
@@ -361,25 +361,25 @@ def parts_of(model: Any, steps: Steps, way: Way) -> dict[str, Part]:
     """What a decode step runs, the longest first. Tracing slows what is timed later on a GPU."""
     short, long = (_traced(_call(model, steps, way, new), model.device) for new in (1, steps.new))
     each = 1 / (steps.new - 1)
-    found = {}
+    parts = {}
     for name, whole in long.items():
         once = short.get(name, Part())
         if whole.times > once.times:  # the seconds of what is short may differ by less than they vary
-            found[name] = Part(max(0.0, whole.seconds - once.seconds) * each, (whole.times - once.times) * each)
-    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+            parts[name] = Part(max(0.0, whole.seconds - once.seconds) * each, (whole.times - once.times) * each)
+    return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
 
 
 def _traced(run: Callable[[], None], device: torch.device) -> dict[str, Part]:
     """All that runs, by name."""
     if device.type != "cuda":
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
             run()
-        return {e.key: Part(e.self_cpu_time_total / 1e6, e.count) for e in seen.key_averages()}
-    found: dict[str, Part] = {}
+        return {e.key: Part(e.self_cpu_time_total / 1e6, e.count) for e in profiler.key_averages()}
+    parts: dict[str, Part] = {}
     for kernel in busy_parts_of(run):
         name = short_name(kernel.name)
-        found[name] = found.get(name, Part()) + Part(kernel.seconds, 1)
-    return found
+        parts[name] = parts.get(name, Part()) + Part(kernel.seconds, 1)
+    return parts
 
 
 def short_name(kernel: str) -> str:

@@ -35,8 +35,8 @@ class RunOptions:
         """A session by these options."""
         from halfbyte_lab.measure.session import Options, Session
 
-        measured = Options(self.output, self.quick, self.pattern, self.as_json, self.device, self.threads, self.kernels, self.wide)
-        return Session.start(measured)
+        options = Options(self.output, self.quick, self.pattern, self.as_json, self.device, self.threads, self.kernels, self.wide)
+        return Session.start(options)
 
 
 #: A command that measures: `command(options: RunOptions, ...)`.

@@ -59,13 +59,13 @@ class Report:
 
     def cards(self, cards: Mapping[str, Mapping[str, Cell]]) -> Report:
         """A row of cards, each a title with facts: {"INT8 cache": {"size": "1.9x smaller"}}."""
-        made = (
+        items = (
             f"<section><h3>{_escape(title)}</h3><dl>"
             + "".join(f"<dt>{_escape(k)}</dt><dd>{_escape(_show(v))}</dd>" for k, v in facts.items())
             + "</dl></section>"
             for title, facts in cards.items()
         )
-        return self._add(f'<div class="cards">{"".join(made)}</div>')
+        return self._add(f'<div class="cards">{"".join(items)}</div>')
 
     def table(
         self,
@@ -92,8 +92,8 @@ class Report:
             for a, h in zip(align, headers, strict=True)
         )
         decimals = [_decimals(rows, c) for c in range(len(headers))]
-        hinted = ([(hints or {}).get((c, str(x)), "") for c, x in enumerate(row)] for row in rows)
-        lines = (map(_cell, row, align, decimals, said) for row, said in zip(rows, hinted, strict=True))
+        tooltips = ([(hints or {}).get((c, str(x)), "") for c, x in enumerate(row)] for row in rows)
+        lines = (map(_cell, row, align, decimals, tips) for row, tips in zip(rows, tooltips, strict=True))
         body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
         kind = "table long" if len(rows) > _MANY_ROWS else "table"
         title = f"<figcaption>{_escape(caption)}</figcaption>" if caption else ""

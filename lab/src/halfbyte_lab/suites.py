@@ -117,8 +117,8 @@ def baselines() -> Suite:
 
 def study(name: str) -> Suite:
     """One study."""
-    found = studies.study(name)
-    return Suite(found.jobs, of_study(found), found.effort, found.name)
+    definition = studies.study(name)
+    return Suite(definition.jobs, of_study(definition), definition.effort, definition.name)
 
 
 def every(session: Session) -> list[Suite]:
@@ -167,10 +167,10 @@ def evaluate(options: RunOptions, model: str, folder: Path, layer: int) -> None:
     check_new_folder(folder)
     charts.check_installed()
     load_layer(model, layer).save(folder / WEIGHTS)
-    given = qkv_layers.extracted_weights(folder / WEIGHTS)
+    weights = qkv_layers.extracted_weights(folder / WEIGHTS)
     formats = qkv_cases.QUICK_FORMATS[-1:] if options.quick else qkv_cases.FORMATS
-    one = replace(study(fused_qkv.STUDY.name), jobs=lambda _: [qkv_cases.VariantsJob(given, "auto", formats)])
-    run_suites(replace(options, output=folder / RECORDS), given.shape.name, lambda _: [one])
+    one = replace(study(fused_qkv.STUDY.name), jobs=lambda _: [qkv_cases.VariantsJob(weights, "auto", formats)])
+    run_suites(replace(options, output=folder / RECORDS), weights.shape.name, lambda _: [one])
     write(read(folder / RECORDS).records, folder)
 
 
@@ -181,6 +181,6 @@ def write(measured: list[Record], folder: Path) -> None:
     where = f"{measured[0].environment.device}; {measured[0].environment.date}"
     text = "\n\n".join([where, *fused_qkv.says(measured), "\n".join(lines)])
     (folder / RESULTS).write_text(text + "\n", encoding="utf-8")
-    for name, drawn in (("end-to-end", figures.end_to_end), ("breakdown", figures.of_variants)):
-        for chart in drawn(measured):
+    for name, draw in (("end-to-end", figures.end_to_end), ("breakdown", figures.of_variants)):
+        for chart in draw(measured):
             (folder / f"{name}.svg").write_text(chart, encoding="utf-8")

@@ -85,11 +85,11 @@ def _quantized_cache(backend: str, **options: int) -> Callable[..., Prepared]:
 
         first = layer()
         full, new = dict(vars(first)), (k[:, :, -1:], v[:, :, -1:])
-        held = first.update(*new)
+        kv = first.update(*new)
         nbytes = sum(_stored_bytes(full[name]) for name in ("_quantized_keys", "_quantized_values"))
         vars(first).update(full)
         layers = [first, *(layer() for _ in range(copies(nbytes) - 1))]
-        return Prepared([partial(_step, q, new, one, dict(vars(one))) for one in layers], nbytes, held)
+        return Prepared([partial(_step, q, new, one, dict(vars(one))) for one in layers], nbytes, kv)
 
     return prepare
 
@@ -140,16 +140,16 @@ def _flashinfer(dtype: torch.dtype) -> Callable[..., Prepared]:
             return out[:, :, None]
 
         rotation = _rotation(k_pages, v_pages, copies)
-        held = (k.to(dtype).to(k.dtype), v.to(dtype).to(v.dtype))
-        return Prepared([partial(run, pair) for pair in rotation], k_pages.nbytes + v_pages.nbytes, held)
+        kv = (k.to(dtype).to(k.dtype), v.to(dtype).to(v.dtype))
+        return Prepared([partial(run, pair) for pair in rotation], k_pages.nbytes + v_pages.nbytes, kv)
 
     return prepare
 
 
 def _fbgemm(groups: int, splits: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, copies: Copies) -> Prepared:
     """FBGEMM's `gqa_attn_splitk` on int4 caches, one KV head a batch entry as it asks."""
-    found = find_spec("fbgemm_gpu")
-    for folder in (found.submodule_search_locations if found else None) or ():
+    spec = find_spec("fbgemm_gpu")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
         # The library alone: importing the package asks for much else.
         torch.ops.load_library(str(Path(folder) / "experimental" / "gen_ai" / "fbgemm_gpu_experimental_gen_ai.so"))
     batch, heads, tokens, dim = k.shape
@@ -162,8 +162,8 @@ def _fbgemm(groups: int, splits: int, q: torch.Tensor, k: torch.Tensor, v: torch
         return out.reshape(q.shape)  # type: ignore[no-any-return]
 
     rotation = _rotation(k_stored, v_stored, copies)
-    held = (k_held.reshape(k.shape), v_held.reshape(v.shape))
-    return Prepared([partial(run, *pair) for pair in rotation], k_stored.nbytes + v_stored.nbytes, held)
+    kv = (k_held.reshape(k.shape), v_held.reshape(v.shape))
+    return Prepared([partial(run, *pair) for pair in rotation], k_stored.nbytes + v_stored.nbytes, kv)
 
 
 def fbgemm_int4(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,10 +174,10 @@ def fbgemm_int4(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tenso
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     scale, shift = ((high - low) / 15).clamp_min(1e-6).half(), low.half()
     codes = ((parts - shift.float()) / scale.float()).round().clamp(0, 15)
-    held = (codes * scale.float() + shift.float()).flatten(-2).to(x.dtype)
+    values = (codes * scale.float() + shift.float()).flatten(-2).to(x.dtype)
     pairs = codes.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2))
     head = torch.cat([scale, shift], -1).flatten(-2).contiguous().view(torch.uint8)
-    return torch.cat([head, pairs[..., 0] | pairs[..., 1] << 4], -1)[:, :, None].contiguous(), held
+    return torch.cat([head, pairs[..., 0] | pairs[..., 1] << 4], -1)[:, :, None].contiguous(), values
 
 
 _FLASHINFER: dict[str, Any] = {"packages": ("flashinfer",), "install": "flashinfer-python", "gpu": True}

@@ -29,8 +29,8 @@ def _of(make: Callable[[QuantTensor, Copies], linear_baselines.LinearBaseline], 
 
     def prepare(x: torch.Tensor, w: torch.Tensor, copies: Copies) -> Prepared:
         peer = make(halfbyte.quantize(w, fmt), copies)
-        given = peer.before(x)
-        return Prepared([partial(call, given) for call in peer.calls], peer.nbytes, (peer.values,))
+        operand = peer.before(x)
+        return Prepared([partial(call, operand) for call in peer.calls], peer.nbytes, (peer.values,))
 
     return prepare
 
@@ -74,12 +74,12 @@ def _marlin(x: torch.Tensor, w: torch.Tensor, copies: Copies) -> Prepared:
     group = weight.format.group_size(k)
 
     def layer() -> Any:
-        made = make(4, group, False, True, k, n, dtype=x.dtype).to(x.device)
+        module = make(4, group, False, True, k, n, dtype=x.dtype).to(x.device)
         words = {"qweight": weight.codes.view(torch.int32), "scales": scales}
         for name, part in words.items():
-            getattr(made, name).data = part.mT.contiguous()
-        made.post_init()
-        return made
+            getattr(module, name).data = part.mT.contiguous()
+        module.post_init()
+        return module
 
     nbytes = weight.codes.nbytes + scales.nbytes
     return Prepared([partial(layer(), x) for _ in range(copies(nbytes))], nbytes, (values,))

@@ -24,10 +24,10 @@ ATTENTION_FORMATS, LINEAR_FORMATS = ("int8", "int4"), (INT4, "nf4")
 def jobs(session: Session) -> list[Case]:
     """One case of attention and two of a linear layer, small on a CPU."""
     gpu = session.device.kind == "cuda"
-    attended = DecodeShape(8, 32, 8, 128, 8192) if gpu else DecodeShape(1, 8, 2, 64, 1024)
+    attention = DecodeShape(8, 32, 8, 128, 8192) if gpu else DecodeShape(1, 8, 2, 64, 1024)
     products = [LinearShape(m, 8192, 8192) for m in (1, 16)] if gpu else [LinearShape(1, 1024, 1024)]
     return [
-        Case("decode_attention", str(attended), attended.sizes, partial(_attention, session, attended)),
+        Case("decode_attention", str(attention), attention.sizes, partial(_attention, session, attention)),
         *(Case("linear", str(shape), shape.sizes, partial(_linear, session, shape)) for shape in products),
     ]
 
@@ -63,7 +63,7 @@ def _others(
     formats: Sequence[str] = (),
 ) -> list[Candidate]:
     """The peers of one operation that run here and are wanted; one that cannot be prepared says why where its result is due."""
-    found = []
+    candidates = []
     for peer in every():
         if peer.op != op or peer.prepare is None or peer.missing(session.device) or (formats and peer.formats not in formats):
             continue
@@ -71,10 +71,10 @@ def _others(
             try:
                 with torch.no_grad():
                     ready: Prepared = peer.prepare(*given, session.copies)
-                found.append(Candidate(peer.name, peer.formats, ready.nbytes, ready.calls, judge(ready.held)))
+                candidates.append(Candidate(peer.name, peer.formats, ready.nbytes, ready.calls, judge(ready.held)))
             except Exception as error:
-                found.append(_failing(peer, error))
-    return found
+                candidates.append(_failing(peer, error))
+    return candidates
 
 
 def _failing(peer: Baseline, error: Exception) -> Candidate:
@@ -100,5 +100,5 @@ def every() -> tuple[Baseline, ...]:
 
 def table_rows(device: Device) -> list[tuple[str, ...]]:
     """A row for each peer: what it is, and whether it runs on `device`."""
-    found = ((peer, peer.missing(device)) for peer in every())
-    return [(peer.name, peer.op, peer.formats, f"no: {reason}" if reason else "yes") for peer, reason in found]
+    reasons = ((peer, peer.missing(device)) for peer in every())
+    return [(peer.name, peer.op, peer.formats, f"no: {reason}" if reason else "yes") for peer, reason in reasons]

@@ -59,12 +59,12 @@ def missing() -> str:
 
 def package() -> Any:
     """Its modules by the last part of their names. Raises `InvalidArgument` for a folder without them."""
-    if (named := os.environ.get("TRITON_KERNELS")) and _PACKAGE not in sys.modules:
-        folder = Path(named)
+    if (path := os.environ.get("TRITON_KERNELS")) and _PACKAGE not in sys.modules:
+        folder = Path(path)
         files = [folder / f"{module.replace('.', '/')}.py" for module in MODULES]
         if absent := [str(file) for file in files if not file.is_file()]:
             raise InvalidArgument(
-                f"TRITON_KERNELS={named!r} lacks {', '.join(absent)}; expected the folder of the package {_PACKAGE} of Triton 3.5"
+                f"TRITON_KERNELS={path!r} lacks {', '.join(absent)}; expected the folder of the package {_PACKAGE} of Triton 3.5"
             )
         spec = spec_from_file_location(_PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)])
         assert spec is not None

@@ -46,13 +46,13 @@ def kernels() -> Any:
     """The functions that launch them, by name. Raises `InvalidArgument` for a folder without them."""
     if folder := os.environ.get("VLLM_SOURCES"):
         _load(Path(folder))
-    found = [importlib.import_module(f"{_OPS}.{file}") for file in FILES]
+    modules = [importlib.import_module(f"{_OPS}.{file}") for file in FILES]
     modes = importlib.import_module("vllm.v1.kv_cache_interface").KVQuantMode
     return SimpleNamespace(
-        attend=found[1].unified_attention,
-        append=found[3].triton_reshape_and_cache_flash_per_token_head_quant,
-        append_16_bits=found[3].triton_reshape_and_cache_flash,
-        rotate=found[2].single_rht,
+        attend=modules[1].unified_attention,
+        append=modules[3].triton_reshape_and_cache_flash_per_token_head_quant,
+        append_16_bits=modules[3].triton_reshape_and_cache_flash,
+        rotate=modules[2].single_rht,
         modes=modes,
     )
 
@@ -126,8 +126,8 @@ class VllmCache:
         self.memory = torch.zeros(shape, dtype=torch.uint8, device=step.k.device) if memory is None else memory
         self.nbytes = sum(step.requests.lengths) * heads * nbytes
         self.mode = self.ops.modes[mode]
-        stored = self.memory.view(dtype or step.k.dtype)
-        self.keys, self.values = stored.split(stored.shape[-1] // 2, -1)
+        view = self.memory.view(dtype or step.k.dtype)
+        self.keys, self.values = view.split(view.shape[-1] // 2, -1)
         self.scales: Pair | tuple[None, None] = (None, None)
         if formats != "bf16":
             k_scales, v_scales = self.memory.view(torch.float32).split(nbytes // 8, -1)

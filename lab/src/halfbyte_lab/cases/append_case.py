@@ -46,8 +46,8 @@ class AppendJob:
         inputs = Inputs.random(self.problem, session.device.torch)
         cache, token = fill(inputs, formats), inputs.last()
         read = sum(t.nbytes for t in token)
-        moved = read + round(cache.batch * cache.bytes_per_token)
-        rotation = Rotation(cache, inputs, session.copies(moved))
+        nbytes = read + round(cache.batch * cache.bytes_per_token)
+        rotation = Rotation(cache, inputs, session.copies(nbytes))
         tokens = [token, *((token[0].clone(), token[1].clone()) for _ in rotation.caches[1:])]
         fns = [partial(c.append, *pair) for c, pair in zip(rotation.caches, tokens, strict=True)]
         works = {name: Work(fns, rotation.restore_short, paired=name == "paired") for name in ("alone", "paired")}
@@ -67,21 +67,21 @@ class AppendJob:
             samples = sample_in_turn(samplers, session.effort)
             accuracy = check(", as it was timed")
             kernels = session.kernel_seconds({"alone": works["alone"]}).get("alone")
-        copy = session.roofline.copy_seconds(moved)
+        copy = session.roofline.copy_seconds(nbytes)
         times = {name: summary(samples[name], sampler.method) for name, sampler in samplers.items()}
-        return replace(self._record(session, formats, moved, accuracy, times, copy), kernel_seconds=kernels)
+        return replace(self._record(session, formats, nbytes, accuracy, times, copy), kernel_seconds=kernels)
 
     def _record(
         self, session: Session, formats: str, moved: int, accuracy: Accuracy, times: dict[str, Timing], copy: float
     ) -> Record:
-        judged = times["paired"]
-        over = None if NOT_CAPTURED in judged.method else judged.median - copy
+        timing = times["paired"]
+        over = None if NOT_CAPTURED in timing.method else timing.median - copy
         record = replace(blank(session, self.problem, formats, "halfbyte auto", moved), op=self.op)
         return replace(
-            with_timing(record, judged, accuracy),
+            with_timing(record, timing, accuracy),
             alone=times["alone"].median,
-            paired=judged.median,
-            gb_per_s=moved / judged.median / 1e9,
+            paired=timing.median,
+            gb_per_s=moved / timing.median / 1e9,
             peer="copy kernel",
             peer_seconds=copy,
             bars=judge(targets_of(self.name, formats), {"over_copy": over}),

@@ -33,11 +33,11 @@ def refused_record(session: Session, problem: DecodeCase, formats: str, impl: st
 
 def with_times(session: Session, record: Record, accuracy: Accuracy, times: ChainTimes) -> Record:
     """The record with its times, and with the roof at as many bytes; without a time it is refused."""
-    judged = times.paired or times.alone
-    if judged is None:
+    timing = times.paired or times.alone
+    if timing is None:
         return replace(record, refused=f"{record.case} {record.formats}: {times.note}")
     return replace(
-        session.against_roofline(with_timing(record, judged, accuracy)),
+        session.against_roofline(with_timing(record, timing, accuracy)),
         alone=times.alone.median if times.alone else None,
         chained=times.chained.median if times.chained else None,
         paired=times.paired.median if times.paired else None,
@@ -89,10 +89,10 @@ def time_chain(
     _drop_wrong(samplers, rotation, promise, times)
     samples = sample_in_turn(samplers, session.effort) if samplers else {}
     _drop_wrong(samplers, rotation, promise, times)
-    found = {name: summary(samples[name], sampler.method) for name, sampler in samplers.items()}
-    times.alone, times.chained, times.appends = found.get("alone"), found.get("chained"), found.get("appends")
-    if "chain" in found and "appends" in found:
-        times.paired = subtract(samples["chain"], samples["appends"], found["chain"].method)
+    timings = {name: summary(samples[name], sampler.method) for name, sampler in samplers.items()}
+    times.alone, times.chained, times.appends = timings.get("alone"), timings.get("chained"), timings.get("appends")
+    if "chain" in timings and "appends" in timings:
+        times.paired = subtract(samples["chain"], samples["appends"], timings["chain"].method)
     times.kernels = session.kernel_seconds({"alone": works["alone"]} if times.alone else {}).get("alone")
     return times
 

@@ -74,20 +74,20 @@ class AttentionJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The peers' records, then ours; a format that fails is a record too."""
-        wanted = [(f, impl) for f in self.formats for impl in self.impls if session.wants(self.name, f, f"halfbyte {impl}")]
-        if not wanted:
+        selection = [(f, impl) for f in self.formats for impl in self.impls if session.wants(self.name, f, f"halfbyte {impl}")]
+        if not selection:
             return
         session.free()
         try:
             inputs = Inputs.random(self.problem, session.device.torch)
             peers = measure_baselines(session, inputs) if self.problem.baselines else []
         except Exception as error:
-            yield from [refused_record(session, self.problem, f, impl, error) for f, impl in wanted]
+            yield from [refused_record(session, self.problem, f, impl, error) for f, impl in selection]
             return
         yield from peers
-        timed = [r for r in peers if r.seconds and NOT_CAPTURED not in r.method]
-        peer = min(timed, key=lambda r: r.seconds or 0.0) if timed else None
-        for formats, impl in wanted:
+        rivals = [r for r in peers if r.seconds and NOT_CAPTURED not in r.method]
+        peer = min(rivals, key=lambda r: r.seconds or 0.0) if rivals else None
+        for formats, impl in selection:
             wanted_bars = targets_of(self.name, formats)
             even = None
             if any(bar.quantity == "times_even" for bar in wanted_bars):

@@ -86,17 +86,17 @@ class Published:
         if device.kind != "cuda" and not interpreted():
             raise Unsupported("the published kernel runs on an NVIDIA GPU, or in Triton's interpreter")
         half = x.half()
-        made = kernel.run(half, stored[0], cut.splits)[1]
+        binary = kernel.run(half, stored[0], cut.splits)[1]
         calls = [partial(kernel.published, half, weight, cut.splits) for weight in stored]
-        return Form(calls, kernel.programs(x.shape[0], stored[0].scales.shape[1], cut.splits), resident(made, device))
+        return Form(calls, kernel.programs(x.shape[0], stored[0].scales.shape[1], cut.splits), resident(binary, device))
 
 
 def resident(made: Any, device: Device) -> int:
     """Thread blocks of a compiled Triton kernel that a multiprocessor holds at a time; 1 in the interpreter."""
     if device.capability is None:
         return 1
-    taken = {"threads": 32 * made.metadata.num_warps, "registers": int(made.n_regs), "shared_bytes": int(made.metadata.shared)}
-    return resident_blocks(device.capability, **taken)
+    resources = {"threads": 32 * made.metadata.num_warps, "registers": int(made.n_regs), "shared_bytes": int(made.metadata.shared)}
+    return resident_blocks(device.capability, **resources)
 
 
 class Halfbyte:

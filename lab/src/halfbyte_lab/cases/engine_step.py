@@ -105,12 +105,12 @@ class Step:
 
     def right(self, cache: Cache) -> Pair:
         """Attention over what a cache holds, [T, Hq, D]: eager in 16 bits, and in float64."""
-        found: list[Pair] = []
+        pairs: list[Pair] = []
         for i, (length, q) in enumerate(zip(self.requests.lengths, self.q.split(self.requests.queries), strict=True)):
             k, v = cache.held(i, length)
-            given = q.transpose(0, 1)[None], k, v, q.shape[-1] ** -0.5
-            found.append((eager_attention(*given)[0].transpose(0, 1), float64_attention(*given)[0].transpose(0, 1)))
-        return torch.cat([base for base, _ in found]), torch.cat([ref for _, ref in found])
+            inputs = q.transpose(0, 1)[None], k, v, q.shape[-1] ** -0.5
+            pairs.append((eager_attention(*inputs)[0].transpose(0, 1), float64_attention(*inputs)[0].transpose(0, 1)))
+        return torch.cat([base for base, _ in pairs]), torch.cat([ref for _, ref in pairs])
 
 
 class Cache(Protocol):
@@ -189,8 +189,8 @@ class Packed:
         return out[:, :, 0]
 
     def held(self, request: int, length: int) -> Pair:
-        row, known = self.step.page_table[request : request + 1], self.step.lengths[request : request + 1]
-        k, v = (read(buffer, known, row[:, : -(-length // self.step.requests.page)])[:, :, :length] for buffer in self.buffers)
+        row, lengths = self.step.page_table[request : request + 1], self.step.lengths[request : request + 1]
+        k, v = (read(buffer, lengths, row[:, : -(-length // self.step.requests.page)])[:, :, :length] for buffer in self.buffers)
         return k, v
 
     def copied(self) -> Packed:
@@ -211,10 +211,10 @@ class Dense:
         """k, v [requests, H, tokens, D] of the requests that decode, then of the chunk."""
         _, heads, dim = step.k.shape
         pairs = [history(i, n, heads, dim, step.k.device) for i, n in enumerate(step.requests.lengths)]
-        n, found = step.requests.decodes, []
+        n, batches = step.requests.decodes, []
         for some in filter(None, (pairs[:n], pairs[n:])):
-            found.append((torch.stack([k for k, _ in some]).transpose(1, 2), torch.stack([v for _, v in some]).transpose(1, 2)))
-        return [(k.contiguous(), v.contiguous()) for k, v in found]
+            batches.append((torch.stack([k for k, _ in some]).transpose(1, 2), torch.stack([v for _, v in some]).transpose(1, 2)))
+        return [(k.contiguous(), v.contiguous()) for k, v in batches]
 
     def append(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         raise NotImplementedError("only attention is timed")

@@ -91,17 +91,17 @@ class ProjectionJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each number of tokens and implementation."""
-        wanted = {
+        selection = {
             t: [i for i in self.impls if session.wants(self.case(t), self.layer.formats, f"halfbyte {i}")]
             for t in (*TOKENS, *self.layer.prompts)
         }
-        if not any(wanted.values()):
+        if not any(selection.values()):
             return
         session.free()
         generator = torch.Generator(session.device.torch).manual_seed(0)
         with torch.no_grad(), fixed_threads(session.threads):
             stack = self.stack(generator)
-            for tokens, impls in wanted.items():
+            for tokens, impls in selection.items():
                 if impls:
                     yield from self._case(session, self.call(stack, tokens, generator), impls)
 
@@ -132,11 +132,11 @@ class ProjectionJob:
 
     def _case(self, session: Session, call: ExpertsCall, impls: Sequence[str]) -> Iterator[Record]:
         """The records of one number of tokens: those of peers, and ours."""
-        (experts, n, k), (tokens, top_k), found = call.weight.shape, call.ids.shape, len(hit(call))
-        nbytes, name, case = call.weight.nbytes * found // experts, self.layer.formats, self.case(tokens)
+        (experts, n, k), (tokens, top_k), active = call.weight.shape, call.ids.shape, len(hit(call))
+        nbytes, name, case = call.weight.nbytes * active // experts, self.layer.formats, self.case(tokens)
         copies = max(2, session.copies(nbytes))
-        stacks, promised = copies_of(call.weight, copies), promise(call)
-        judge_one = one_by_one(promised)
+        stacks, judge_result = copies_of(call.weight, copies), promise(call)
+        judge_one = one_by_one(judge_result)
         trials = {
             impl: Trial(f"{self.name} {impl}", Work([partial(_run, call._replace(weight=w), impl) for w in stacks]), judge_one)
             for impl in impls
@@ -147,10 +147,10 @@ class ProjectionJob:
             peers[GROUPED] = Trial(f"{self.name} {GROUPED}", Work([partial(grouped, call, _values(call))]), judge_one)
         elif name == "mxfp4" and session.device.kind == "cuda":
             try:
-                peers = in_triton(self.name, call, copies, promised)
+                peers = in_triton(self.name, call, copies, judge_result)
             except Exception as error:
                 others[TRITON] = Outcome(refused=reason(error))
-        shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": found, "N": n, "K": k}
+        shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": active, "N": n, "K": k}
         blank = Record(self.op, shape, name, "", nbytes, session.environment, case=case)
         warm = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
         outcomes = session.time(peers | trials)
@@ -178,20 +178,20 @@ class PromptJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """Three records for each number of tokens."""
-        wanted = [t for t in self.layer.prompts if session.wants(self.case(t), self.layer.formats, "halfbyte auto")]
-        if not wanted:
+        selection = [t for t in self.layer.prompts if session.wants(self.case(t), self.layer.formats, "halfbyte auto")]
+        if not selection:
             return
         session.free()
         generator = torch.Generator(session.device.torch).manual_seed(0)
         with torch.no_grad(), fixed_threads(session.threads):
             parts = [ProjectionJob(self.layer, down, ("auto",)) for down in (False, True)]
             stacks = [part.stack(generator) for part in parts]
-            for tokens in wanted:
+            for tokens in selection:
                 up, down = (part.call(w, tokens, generator) for part, w in zip(parts, stacks, strict=True))
                 yield from self._case(session, up, down._replace(ids=up.ids))
 
     def _case(self, session: Session, up: ExpertsCall, down: ExpertsCall) -> Iterator[Record]:
-        name, (tokens, top_k), (experts, n, k), found = self.layer.formats, up.ids.shape, up.weight.shape, len(hit(up))
+        name, (tokens, top_k), (experts, n, k), active = self.layer.formats, up.ids.shape, up.weight.shape, len(hit(up))
         truth = experts_linear(down._replace(x=experts_linear(up._replace(x=up.x.double()))))
         eager = _in_16_bits(down._replace(x=_in_16_bits(up)))
         ways = {
@@ -201,8 +201,8 @@ class PromptJob:
         }
         judge_one = one_by_one(lambda out: linear_accuracy(out, eager, truth))
         outcomes = session.time({way: Trial(f"{self.name} {way}", Work([fn]), judge_one) for way, fn in ways.items()})
-        nbytes = (up.weight.nbytes + down.weight.nbytes) * found // experts
-        shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": found, "N": n, "K": k}
+        nbytes = (up.weight.nbytes + down.weight.nbytes) * active // experts
+        shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": active, "N": n, "K": k}
         blank = Record(self.op, shape, name, "", nbytes, session.environment, case=self.case(tokens))
         warm = "" if is_cold(1, nbytes, session.device.cache_bytes) else ", partly from cache"
         for way, outcome in outcomes.items():
@@ -214,9 +214,9 @@ def in_triton(name: str, call: ExpertsCall, copies: int, promised: Callable[[tor
     """Triton's own kernel in each of its ways. Raises where it cannot be had."""
     if missing := triton_experts.missing():
         raise Unsupported(missing)
-    made = triton_experts.Experts(call, copies)
-    judge_one = one_by_one(lambda out: promised(made.result(out)))
-    return {way.name: Trial(f"{name} {way.name}", Work(made.calls(way)), judge_one) for way in triton_experts.WAYS}
+    experts = triton_experts.Experts(call, copies)
+    judge_one = one_by_one(lambda out: promised(experts.result(out)))
+    return {way.name: Trial(f"{name} {way.name}", Work(experts.calls(way)), judge_one) for way in triton_experts.WAYS}
 
 
 def _finished(session: Session, r: Record, outcome: Outcome, warm: str, others: Mapping[str, Outcome]) -> Record:
@@ -228,8 +228,8 @@ def _finished(session: Session, r: Record, outcome: Outcome, warm: str, others: 
     if not r.implementation.startswith("halfbyte"):
         return r
     r = session.against_roofline(r)
-    captured = {peer: o.timing for peer, o in others.items() if o.timing and NOT_CAPTURED not in o.timing.method}
-    seconds = {peer: timing.median for peer, timing in captured.items()}
+    timings = {peer: o.timing for peer, o in others.items() if o.timing and NOT_CAPTURED not in o.timing.method}
+    seconds = {peer: timing.median for peer, timing in timings.items()}
     if GROUPED in seconds:
         r = replace(r, peer=GROUPED, peer_seconds=seconds.pop(GROUPED))
     return replace(r, bars=judge(bars, figures(r, min(seconds.values(), default=None))))

@@ -20,9 +20,9 @@ _LAUNCHES = "us a launch: "
 
 def of_attention(measured: Sequence[Record]) -> list[str]:
     """Shares of the roof with their bars, speed over 16 bits, the roofline, and time by batch and context."""
-    reached, asked = targets.shares(measured)
+    values, bounds = targets.shares(measured)
     label = "% of the read roofline at the same number of bytes"
-    shares = [charts.marked_bars(reached, asked, x_label=label, title="Share of the read roofline")] if reached else []
+    shares = [charts.marked_bars(values, bounds, x_label=label, title="Share of the read roofline")] if values else []
     attention = [r for r in measured if r.op == "decode_attention"]
     even = [r for r in attention if r.case != targets.SKEWED.name]  # of whose lengths the shape knows the longest
     return [*shares, *speedups(attention), *rooflines(even), *by_size(attention)]
@@ -30,22 +30,22 @@ def of_attention(measured: Sequence[Record]) -> list[str]:
 
 def of_linear(measured: Sequence[Record]) -> list[str]:
     """Shares of the roof and speed over 16 bits by layer and rows, and the roofline."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    by_size: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for r in linear_targets.latest(measured):
         if (
             (faster := times_16_bit(measured, r)) is not None
             and r.implementation.startswith("halfbyte")
             and r.shape["M"] in linear_targets.ROWS
         ):
-            lines = found.setdefault(f"{r.shape['N']} x {r.shape['K']}", {})
+            lines = by_size.setdefault(f"{r.shape['N']} x {r.shape['K']}", {})
             lines.setdefault(r.formats, []).append((r.shape["M"], faster))
     gain = (
         [
             charts.panels(
-                found, x_label="rows of x", y_label="times 16 bits", title="Linear layers: times the fastest 16-bit product"
+                by_size, x_label="rows of x", y_label="times 16 bits", title="Linear layers: times the fastest 16-bit product"
             )
         ]
-        if found
+        if by_size
         else []
     )
     return [*linear_targets.figures(measured), *gain, *rooflines(measured)]
@@ -55,8 +55,8 @@ def of_variants(measured: Sequence[Record]) -> list[str]:
     """What each launch of a variant takes, stacked: a chart for each layer."""
     by_case: dict[str, dict[str, dict[str, float]]] = {}
     for r in measured:
-        if found := launches(r):
-            by_case.setdefault(r.case, {})[f"{r.formats}, {r.implementation}"] = found
+        if times := launches(r):
+            by_case.setdefault(r.case, {})[f"{r.formats}, {r.implementation}"] = times
     label = "us, each launch alone"
     return [charts.stacked_bars(stacks, x_label=label, title=f"{case}: launch by launch") for case, stacks in by_case.items()]
 
@@ -75,5 +75,5 @@ def end_to_end(measured: Sequence[Record]) -> list[str]:
 
 def launches(r: Record) -> dict[str, float]:
     """Microseconds of each launch, from the note of a record that lists them; else nothing."""
-    listed = r.note.partition(_LAUNCHES)[2] if r.seconds else ""
-    return {name: float(us) for name, us in re.findall(r"([^\d].*?) ([\d.]+)(?:, |$)", listed)}
+    text = r.note.partition(_LAUNCHES)[2] if r.seconds else ""
+    return {name: float(us) for name, us in re.findall(r"([^\d].*?) ([\d.]+)(?:, |$)", text)}

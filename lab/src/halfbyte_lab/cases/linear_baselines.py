@@ -68,14 +68,14 @@ def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def low_bit(weight: QuantTensor, copies: Callable[[int], int]) -> list[LinearBaseline]:
     """The 4-bit baselines that run here, on the numbers of a weight."""
-    on_gpu, found = weight.device.type == "cuda", []
+    on_gpu, peers = weight.device.type == "cuda", []
     if weight.format.name == INT4:
-        found.append(tinygemm(weight, copies))
+        peers.append(tinygemm(weight, copies))
         if on_gpu or interpreted():
-            found.append(published_split_k(weight, copies))
+            peers.append(published_split_k(weight, copies))
     if weight.format.name in HUMMING and on_gpu and find_spec("humming"):
-        found.append(humming(weight, copies))
-    return found
+        peers.append(humming(weight, copies))
+    return peers
 
 
 def tinygemm(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline:
@@ -104,10 +104,10 @@ def published_split_k(weight: QuantTensor, copies: Callable[[int], int]) -> Line
     """The published Triton kernel, in fp16, split as its authors ship it."""
     from halfbyte_lab.cases.published_split_k import GptqWeight, published
 
-    stored = GptqWeight.of(weight)
-    rotation = [stored, *(stored.clone() for _ in range(copies(stored.nbytes) - 1))]
+    first = GptqWeight.of(weight)
+    rotation = [first, *(first.clone() for _ in range(copies(first.nbytes) - 1))]
     calls = [partial(published, weight=one) for one in rotation]
-    return LinearBaseline(PUBLISHED, "int4", stored.nbytes, calls, weight.dequantize(), torch.Tensor.half)
+    return LinearBaseline(PUBLISHED, "int4", first.nbytes, calls, weight.dequantize(), torch.Tensor.half)
 
 
 def int4_values(weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,10 +133,10 @@ def humming(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline
 
     def layer() -> Call:
         make = import_module("humming.layer").HummingLayer
-        made = make(shape_n=n, shape_k=k, weight_config=dict(config), torch_dtype=torch.bfloat16).to(weight.device)
-        made.load_from_tensors(parts)
-        made.transform()
-        return made  # type: ignore[no-any-return]
+        module = make(shape_n=n, shape_k=k, weight_config=dict(config), torch_dtype=torch.bfloat16).to(weight.device)
+        module.load_from_tensors(parts)
+        module.transform()
+        return module  # type: ignore[no-any-return]
 
     nbytes = sum(part.nbytes for part in parts.values())
     try:
@@ -169,7 +169,7 @@ def judged_loosely(values: torch.Tensor, x: torch.Tensor) -> Judge:
     ref = F.linear(x.double(), values.double())
 
     def judge(y: torch.Tensor) -> Accuracy:
-        wanted = ref[: y.shape[0]]
-        return Accuracy(float((y.double() - wanted).norm() / wanted.norm()), BASELINE_ERROR, "relative L2")
+        target = ref[: y.shape[0]]
+        return Accuracy(float((y.double() - target).norm() / target.norm()), BASELINE_ERROR, "relative L2")
 
     return judge

@@ -77,7 +77,7 @@ class LayerJob:
             rows: [(f, impl) for f in self.layer.formats_at(rows) for impl in self.impls if self._wants(session, rows, f, impl)]
             for rows in self.layer.rows
         }
-        return {rows: found for rows, found in every.items() if found}
+        return {rows: pairs for rows, pairs in every.items() if pairs}
 
     def _wants(self, session: Session, rows: int, formats: str, impl: str) -> bool:
         return session.wants(self.layer.case(rows), formats, f"halfbyte {impl}")
@@ -90,19 +90,19 @@ class LayerJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """By rows: the peers' records, then ours; what fails is a record too."""
-        wanted = self.wanted(session)
-        if not wanted:
+        selection = self.wanted(session)
+        if not selection:
             return
         session.free()
         with torch.no_grad(), fixed_threads(session.threads):
             generator, device = torch.Generator(session.device.torch).manual_seed(0), session.device.torch
-            x = torch.randn(max(wanted), self.layer.k, generator=generator, device=device).bfloat16()
+            x = torch.randn(max(selection), self.layer.k, generator=generator, device=device).bfloat16()
             try:
-                entries = list(self._entries(session, wanted, x, generator))
+                entries = list(self._entries(session, selection, x, generator))
             except Exception as error:
-                yield from self._refused(session, wanted, error)
+                yield from self._refused(session, selection, error)
                 return
-            for rows, pairs in wanted.items():
+            for rows, pairs in selection.items():
                 yield from self._case(session, rows, [e for e in entries if _takes_part(e, pairs)], x[:rows])
         session.free()
 
@@ -182,9 +182,9 @@ def measure(session: Session, entries: Sequence[Entry], blanks: Sequence[Record]
     records = []
     for i, (e, blank) in enumerate(zip(entries, blanks, strict=True)):
         mine = {how: outcomes[f"{i} {how}"] for how in ("alone", "chained") if f"{i} {how}" in outcomes}
-        refused = next((outcome.refused for outcome in mine.values() if outcome.refused), "")
-        if refused:
-            records.append(replace(blank, refused=f"{blank.case} {e.implementation}: {refused}"))
+        refusal = next((outcome.refused for outcome in mine.values() if outcome.refused), "")
+        if refusal:
+            records.append(replace(blank, refused=f"{blank.case} {e.implementation}: {refusal}"))
         else:
             records.append(_timed(session, blank, e.ours, mine))
     right = {str(i): trials[f"{i} alone"].work for i, r in enumerate(records) if r.seconds}
@@ -194,15 +194,15 @@ def measure(session: Session, entries: Sequence[Entry], blanks: Sequence[Record]
 
 def _timed(session: Session, blank: Record, ours: bool, outcomes: Mapping[str, Outcome]) -> Record:
     """The record with its times; the chained one is judged where there is one."""
-    judged, alone = outcomes.get("chained") or outcomes["alone"], outcomes["alone"].timing
-    assert judged.timing is not None
-    assert judged.accuracy is not None
+    outcome, alone = outcomes.get("chained") or outcomes["alone"], outcomes["alone"].timing
+    assert outcome.timing is not None
+    assert outcome.accuracy is not None
     assert alone is not None
-    chained = judged.timing.median if "chained" in outcomes else None
-    r = replace(with_timing(blank, judged.timing, judged.accuracy), alone=alone.median, chained=chained)
+    in_chain = outcome.timing.median if "chained" in outcomes else None
+    r = replace(with_timing(blank, outcome.timing, outcome.accuracy), alone=alone.median, chained=in_chain)
     if ours:  # a roofline takes half a second for each number of bytes, and no baseline is held against one
         return session.against_roofline(r)
-    return replace(r, gb_per_s=r.nbytes / judged.timing.median / 1e9)
+    return replace(r, gb_per_s=r.nbytes / outcome.timing.median / 1e9)
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
@@ -218,12 +218,12 @@ def figures(record: Record, beside: Sequence[Record]) -> Figures:
         return other / seconds if other is not None else None
 
     def fastest(names: Sequence[str], formats: Sequence[str]) -> float | None:
-        found = [r.seconds for r in beside if r.seconds and r.implementation in names and r.formats in formats]
-        return min(found, default=None)
+        candidates = [r.seconds for r in beside if r.seconds and r.implementation in names and r.formats in formats]
+        return min(candidates, default=None)
 
     other = literature.fastest(record.shape["N"], record.shape["K"], record.shape["M"], record.formats)
     int4 = [r.roof_share for r in beside if r.formats == INT4 and r.implementation == record.implementation and r.roof_share]
-    expanded = fastest([EXPANDED], [record.formats])
+    expansion = fastest([EXPANDED], [record.formats])
     return {
         "roof_share": record.roof_share,
         "seconds": seconds,
@@ -231,11 +231,11 @@ def figures(record: Record, beside: Sequence[Record]) -> Figures:
         "times_4_bit": times(fastest([linear_baselines.TINYGEMM, PUBLISHED], ["int4"])),
         "times_quoted": times(other.seconds if other else None),
         "share_of_int4": (record.roof_share or 0.0) / int4[0] if int4 else None,
-        "over_expanded": seconds / expanded if expanded else None,
+        "over_expanded": seconds / expansion if expansion else None,
     }
 
 
 def _beside(records: Sequence[Record]) -> dict[str, object]:
     """cuBLAS's time, kept with each of our records."""
-    found = [r for r in records if r.implementation == linear_baselines.CUBLAS and r.seconds]
-    return {"peer": linear_baselines.CUBLAS, "peer_seconds": found[0].seconds} if found else {}
+    cublas = [r for r in records if r.implementation == linear_baselines.CUBLAS and r.seconds]
+    return {"peer": linear_baselines.CUBLAS, "peer_seconds": cublas[0].seconds} if cublas else {}

@@ -85,21 +85,21 @@ def targets_of(layer: LinearCase, rows: int, formats: str) -> list[Target]:
     case, size = layer.case(rows), (layer.n, layer.k)
     if layer.prefill:
         return [Target(case, formats, "over_expanded", 1.05)]
-    found = []
+    targets = []
     if formats == INT4:
         if share := _SHARES.get(size, {}).get(rows):
-            found.append(Target(case, formats, "roof_share", share))
+            targets.append(Target(case, formats, "roof_share", share))
         if size in _SECONDS and rows <= 8:
-            found.append(Target(case, formats, "seconds", _SECONDS[size]))
+            targets.append(Target(case, formats, "seconds", _SECONDS[size]))
         if layer.n * layer.k >= 8192 * 8192:
-            found.append(Target(case, formats, "times_16_bit", _TIMES_CUBLAS[rows]))
-        found.append(Target(case, formats, "times_4_bit", 1.0))
+            targets.append(Target(case, formats, "times_16_bit", _TIMES_CUBLAS[rows]))
+        targets.append(Target(case, formats, "times_4_bit", 1.0))
     if size == (8192, 8192) and rows <= 16:
-        found += [Target(case, f, "share_of_int4", 0.9) for f in ("mxfp4", "nvfp4") if f == formats]
-        found += [Target(case, f, "roof_share", 0.6) for f in ("nf4",) if f == formats]
+        targets += [Target(case, f, "share_of_int4", 0.9) for f in ("mxfp4", "nvfp4") if f == formats]
+        targets += [Target(case, f, "roof_share", 0.6) for f in ("nf4",) if f == formats]
     if literature.fastest(*size, rows, formats) is not None:
-        found.append(Target(case, formats, "times_quoted", 1.0))
-    return found
+        targets.append(Target(case, formats, "times_quoted", 1.0))
+    return targets
 
 
 def every_target() -> list[Target]:
@@ -147,7 +147,7 @@ def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, 
 
     The roof is the time of reading the int4 weight, for everything that is drawn but NF4, which has a roof of its own.
     """
-    drawn: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for ours in (r for r in latest(measured) if r.formats == INT4 and _is_ours(r) and r.seconds and r.roof_gb_per_s):
         rows, size = ours.shape["M"], (ours.shape["N"], ours.shape["K"])
         if rows not in ROWS:
@@ -158,22 +158,22 @@ def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, 
         times = {r.implementation: r.seconds for r in same}
         if other := literature.fastest(*size, rows, INT4):
             times[QUOTED] = other.seconds
-        lines = drawn.setdefault(f"{size[0]} x {size[1]}", {})
+        lines = panels.setdefault(f"{size[0]} x {size[1]}", {})
         lines.setdefault("halfbyte int4", []).append((rows, 100 * read / (ours.seconds or 1.0)))
         for nf4 in (r for r in beside if r.formats == "nf4" and _is_ours(r)):
             lines.setdefault("halfbyte nf4", []).append((rows, 100 * (nf4.roof_share or 0.0)))
         for name, seconds in times.items():
             lines.setdefault(name, []).append((rows, 100 * read / (seconds or 1.0)))
-    return drawn
+    return panels
 
 
 def figures(measured: Sequence[Record]) -> list[str]:
     """What `shares` gives, as one chart; none where nothing was measured."""
-    drawn = shares(measured)
-    if not drawn:
+    panels = shares(measured)
+    if not panels:
         return []
     title = "Linear layers: share of the read roofline by batch size"
-    return [charts.panels(drawn, x_label="batch size M", y_label="% of the INT4 roofline", title=title, dashed=[QUOTED])]
+    return [charts.panels(panels, x_label="batch size M", y_label="% of the INT4 roofline", title=title, dashed=[QUOTED])]
 
 
 def _is_ours(r: Record) -> bool:

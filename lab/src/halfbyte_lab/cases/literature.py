@@ -22,11 +22,11 @@ _Row = tuple[float, ...]
 
 def _read() -> dict[tuple[int, int], dict[tuple[str, str], _Row]]:
     """The file beside this one."""
-    found: dict[tuple[int, int], dict[tuple[str, str], _Row]] = {}
+    table: dict[tuple[int, int], dict[tuple[str, str], _Row]] = {}
     with Path(__file__).with_suffix(".csv").open(newline="") as file:
         for n, k, peer, code, *times in list(csv.reader(file))[1:]:
-            found.setdefault((int(n), int(k)), {})[peer, code] = tuple(map(float, times))
-    return found
+            table.setdefault((int(n), int(k)), {})[peer, code] = tuple(map(float, times))
+    return table
 
 
 #: By (N, K), then by "peer, code"; a code is what the weights are stored in.
@@ -46,8 +46,8 @@ def fastest(n: int, k: int, rows: int, formats: str) -> Quoted | None:
     if rows not in ROWS:
         return None
     code = code_of(formats)
-    found = MICROSECONDS.get((n, k), {})
-    times = [Quoted(peer, 1e-6 * row[ROWS.index(rows)]) for (peer, stored), row in found.items() if stored == code]
+    quotes = MICROSECONDS.get((n, k), {})
+    times = [Quoted(peer, 1e-6 * row[ROWS.index(rows)]) for (peer, peer_code), row in quotes.items() if peer_code == code]
     return min(times, key=lambda q: q.seconds, default=None)
 
 

@@ -44,22 +44,22 @@ class CallJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """One record for each call."""
-        wanted = [c for c in _CALLED if session.wants(c.case, c.formats, "halfbyte auto")]
+        selection = [c for c in _CALLED if session.wants(c.case, c.formats, "halfbyte auto")]
         try:
-            yield from self._measure(session, wanted) if wanted else ()
+            yield from self._measure(session, selection) if selection else ()
         except Exception as error:
-            for called in wanted:
-                yield replace(_blank(session, called), refused=f"{called.case}: {reason(error)}")
+            for call in selection:
+                yield replace(_blank(session, call), refused=f"{call.case}: {reason(error)}")
 
     def _measure(self, session: Session, wanted: Sequence[_Called]) -> Iterator[Record]:
         device = session.device.torch
         if device.type != "cuda":
             raise Unsupported("the host time of a call is held against Triton's launch, which needs a GPU; this is a CPU")
         with torch.no_grad(), fixed_threads(session.threads):
-            candidates = {"launch": bare_launch(device), **{called.case: called.ready(device) for called in wanted}}
+            candidates = {"launch": bare_launch(device), **{call.case: call.ready(device) for call in wanted}}
             times = host_seconds(candidates, partial(torch.cuda.synchronize, device))
-        for called in wanted:
-            yield _record(session, called, times[called.case], times["launch"].median)
+        for call in wanted:
+            yield _record(session, call, times[call.case], times["launch"].median)
 
 
 def _attention(device: torch.device) -> Call:
@@ -89,8 +89,8 @@ _CALLED = (
 
 
 def _blank(session: Session, called: _Called) -> Record:
-    where, missed = session.environment, judge(targets_of(called.case, called.formats), {})
-    return Record("call", called.shape, called.formats, "halfbyte auto", 0, where, case=called.case, bars=missed)
+    where, bars = session.environment, judge(targets_of(called.case, called.formats), {})
+    return Record("call", called.shape, called.formats, "halfbyte auto", 0, where, case=called.case, bars=bars)
 
 
 def _record(session: Session, called: _Called, call: Timing, launch: float) -> Record:
@@ -128,4 +128,4 @@ def host_seconds(candidates: Mapping[str, Call], wait: Call) -> dict[str, Timing
                 call()
             samples[name].append((time.perf_counter() - start) / _CALLS)
     # The first sample of each compiles and fills caches.
-    return {name: summary(taken[1:], f"host wall clock, {_CALLS} calls in a row") for name, taken in samples.items()}
+    return {name: summary(seconds[1:], f"host wall clock, {_CALLS} calls in a row") for name, seconds in samples.items()}

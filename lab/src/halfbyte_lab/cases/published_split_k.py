@@ -115,8 +115,8 @@ def run(x: torch.Tensor, weight: GptqWeight, split: int) -> tuple[torch.Tensor, 
     (rows, k), n = x.shape, weight.scales.shape[1]
     y = x.new_empty(rows, n) if split == 1 else x.new_zeros(rows, n)
     grid = (programs(rows, n, 1), split)
-    made = kernel[grid](
+    binary = kernel[grid](
         x, weight.qweight, weight.qzeros, weight.scales, y, rows, n, k,
         TILE_M, TILE_N, TILE_K, split, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    return y, made
+    return y, binary

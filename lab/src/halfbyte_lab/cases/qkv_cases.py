@@ -72,9 +72,9 @@ def jobs(layers: Sequence[Weights], impl: str, kind: str, quick: bool = False) -
     """The variants on each layer, then the fused projection at Llama-3-8B's size; `quick`: fewer formats, on a CPU GPT-2's size."""
     plan("qkv_projection", impl, kind)
     if quick and kind != "cuda":
-        return [*(VariantsJob(given, impl, ("nf4",)) for given in layers), FusedJob(GPT2, impl, (1,), ("nf4",))]
-    fused = FusedJob(LLAMA, impl, QUICK_ROWS, QUICK_FORMATS) if quick else FusedJob(LLAMA, impl)
-    return [*(VariantsJob(given, impl) for given in layers), fused]
+        return [*(VariantsJob(layer, impl, ("nf4",)) for layer in layers), FusedJob(GPT2, impl, (1,), ("nf4",))]
+    projection = FusedJob(LLAMA, impl, QUICK_ROWS, QUICK_FORMATS) if quick else FusedJob(LLAMA, impl)
+    return [*(VariantsJob(layer, impl) for layer in layers), projection]
 
 
 # ------------------------------------------------------------------------------------------------------------- the variants
@@ -121,16 +121,16 @@ class VariantsJob:
                 except Exception as error:
                     records[v.name] = _refused(records[v.name], error)
         names = {f"{a} {b}": (a, b) for a, b in samplers}
-        taken = sample_in_turn({name: samplers[key] for name, key in names.items()}, session.effort) if names else {}
+        samples = sample_in_turn({name: samplers[key] for name, key in names.items()}, session.effort) if names else {}
         warm = _warm(session, rotation)
-        times = {key: summary(taken[name], samplers[key].method + warm) for name, key in names.items()}
-        traced = session.traced({v.name: _whole(v, rotation, paired=False) for v in MEASURED if (v.name, "alone") in times})
+        times = {key: summary(samples[name], samplers[key].method + warm) for name, key in names.items()}
+        traces = session.traced({v.name: _whole(v, rotation, paired=False) for v in MEASURED if (v.name, "alone") in times})
         for v in MEASURED:
             try:
                 for how in ("alone", "chained") if (v.name, "alone") in times else ():
                     for out in samplers[v.name, how].run():
                         right(cast(torch.Tensor, out)).require(f"{v.name} {fmt}, as it was timed")
-                records[v.name] = _with_kernels(session, _timed(records[v.name], v, times), v, traced.get(v.name, ()))
+                records[v.name] = _with_kernels(session, _timed(records[v.name], v, times), v, traces.get(v.name, ()))
             except BenchmarkRefused as error:
                 records[v.name] = _refused(records[v.name], error)
         naive = records[NAIVE]
@@ -181,9 +181,9 @@ def _timed(r: Record, v: Variant, times: Mapping[tuple[str, str], Timing]) -> Re
         return r
     accuracy = Accuracy(r.error or 0.0, r.error_allowed or 0.0, r.error_kind)
     parts = ", ".join(f"{launch.name} {us(times[v.name, launch.name].median)}" for launch in v.launches)
-    alone, chained = times[v.name, "alone"], times[v.name, "chained"]
-    made = replace(with_timing(r, chained, accuracy), alone=alone.median, chained=chained.median)
-    return replace(made, note=f"{r.note}; {v.name}, us a launch: {parts}")
+    alone, in_chain = times[v.name, "alone"], times[v.name, "chained"]
+    record = replace(with_timing(r, in_chain, accuracy), alone=alone.median, chained=in_chain.median)
+    return replace(record, note=f"{r.note}; {v.name}, us a launch: {parts}")
 
 
 def _held_against(r: Record, naive: Record) -> Record:
@@ -192,8 +192,8 @@ def _held_against(r: Record, naive: Record) -> Record:
         r = replace(r, peer=NAIVE, peer_seconds=naive.seconds)
     if r.implementation != TWO_KERNEL:
         return r
-    known = r.seconds and naive.seconds and NOT_CAPTURED not in r.method + naive.method
-    times = naive.seconds / r.seconds if known and naive.seconds and r.seconds else None
+    is_comparable = r.seconds and naive.seconds and NOT_CAPTURED not in r.method + naive.method
+    times = naive.seconds / r.seconds if is_comparable and naive.seconds and r.seconds else None
     return replace(r, bars=judge([Target(r.case, r.formats, "times_naive", TIMES_NAIVE)], {"times_naive": times}))
 
 
@@ -208,39 +208,39 @@ def _with_kernels(session: Session, r: Record, v: Variant, calls: Calls) -> Reco
     if not calls:
         return replace(r, note=f"launches were not counted: {session.no_kernel_times or 'CUPTI lost some'}; {r.note}")
     by_call = [by_launch(v, kernels) for kernels in calls]
-    taken = {
+    by_kernel = {
         launch.name: median(sum(kernel.seconds for kernel in launches[i]) for launches in by_call)
         for i, launch in enumerate(v.launches)
     }
     note = "; ".join(filter(None, [_on_top(calls[0]), r.note]))
-    return replace(r, kernel_seconds=seconds_of(calls), kernels=taken, note=note)
+    return replace(r, kernel_seconds=seconds_of(calls), kernels=by_kernel, note=note)
 
 
 def by_launch(v: Variant, kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     """The kernels of one call by launch. Raises `BenchmarkRefused` unless a variant launches as many as it says."""
-    found: list[list[Kernel]] = []
+    launches: list[list[Kernel]] = []
     ahead: list[Kernel] = []
     for kernel in kernels:
         if kernel.name == _AHEAD:
             ahead.append(kernel)
-        elif _SECOND_HALF in kernel.name and found:
-            found[-1].append(kernel)
+        elif _SECOND_HALF in kernel.name and launches:
+            launches[-1].append(kernel)
         else:
-            found.append([*ahead, kernel])
+            launches.append([*ahead, kernel])
             ahead = []
-    if len(found) != len(v.launches):
+    if len(launches) != len(v.launches):
         raise BenchmarkRefused(
-            f"{v.name} launches {len(found)} kernels and is published with {len(v.launches)} launches; torch.profiler saw: "
+            f"{v.name} launches {len(launches)} kernels and is published with {len(v.launches)} launches; torch.profiler saw: "
             + (", ".join(kernel.name for kernel in kernels) or "none")
         )
-    return found
+    return launches
 
 
 def _on_top(kernels: Sequence[Kernel]) -> str:
     """What a call launches beside what is counted, in words."""
     halves, ahead = sum(_SECOND_HALF in kernel.name for kernel in kernels), any(kernel.name == _AHEAD for kernel in kernels)
-    told = [f"cuBLAS splits {halves} of the products along K, with a second kernel each"] if halves else []
-    return "; ".join(told + [_ORDERS] * ahead)
+    parts = [f"cuBLAS splits {halves} of the products along K, with a second kernel each"] if halves else []
+    return "; ".join(parts + [_ORDERS] * ahead)
 
 
 # ------------------------------------------------------------------------------------------------------------- one launch for three
@@ -266,8 +266,8 @@ class FusedJob:
 
     def to_compile(self, session: Session) -> Iterator[Pair]:
         """All weights in one launch, and each in its own."""
-        wanted = [(m, fmt) for fmt in self.formats for m in self.rows if session.wants(self.case(m), fmt, ONE)]
-        for rows, fmt in wanted if self.impl != "triton" else ():
+        selection = [(m, fmt) for fmt in self.formats for m in self.rows if session.wants(self.case(m), fmt, ONE)]
+        for rows, fmt in selection if self.impl != "triton" else ():
             for features in (self.shape.rows, *((n,) for n in dict.fromkeys(self.shape.rows))):
                 yield from precompile.products(session.device, fmt, features, rows, self.shape.hidden)
 
@@ -299,16 +299,16 @@ class FusedJob:
             for how in ("alone", "chained")
         }
         outcomes = session.time(trials)
-        made: dict[str, Record] = {}
+        records: dict[str, Record] = {}
         for name, blank in blanks.items():
-            alone, chained = outcomes[f"{name} alone"], outcomes[f"{name} chained"]
-            made[name] = _fused_record(blank, alone, chained, _warm(session, rotation))
-        kernels = session.kernel_seconds({name: trials[f"{name} alone"].work for name, r in made.items() if r.seconds})
-        made = {name: replace(r, kernel_seconds=kernels.get(name)) for name, r in made.items()}
-        three, one = made[THREE], made[ONE]
+            alone, in_chain = outcomes[f"{name} alone"], outcomes[f"{name} chained"]
+            records[name] = _fused_record(blank, alone, in_chain, _warm(session, rotation))
+        kernels = session.kernel_seconds({name: trials[f"{name} alone"].work for name, r in records.items() if r.seconds})
+        records = {name: replace(r, kernel_seconds=kernels.get(name)) for name, r in records.items()}
+        three, one = records[THREE], records[ONE]
         ratio = three.seconds / one.seconds if three.seconds and one.seconds and NOT_CAPTURED not in one.method else None
         bars = [Target(case, one.formats, "times_three", TIMES_THREE)] if rows == 1 else []
-        yield from (three, made[SIXTEEN])
+        yield from (three, records[SIXTEEN])
         yield replace(one, peer=THREE, peer_seconds=three.seconds, bars=judge(bars, {"times_three": ratio}))
 
 
@@ -352,9 +352,9 @@ HEADERS = (
 
 def table(measured: Sequence[Record]) -> Table:
     """The rows under their headers; columns of kernels where some were traced."""
-    traced = any(r.kernel_seconds for r in measured)
-    kept = [i for i, header in enumerate(HEADERS) if traced or header not in _TRACED]
-    return [HEADERS[i] for i in kept], [[row[i] for i in kept] for row in table_rows(measured)]
+    has_kernels = any(r.kernel_seconds for r in measured)
+    columns = [i for i, header in enumerate(HEADERS) if has_kernels or header not in _TRACED]
+    return [HEADERS[i] for i in columns], [[row[i] for i in columns] for row in table_rows(measured)]
 
 
 def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:

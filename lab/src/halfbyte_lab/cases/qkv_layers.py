@@ -76,10 +76,10 @@ def random_weights(shape: AttentionShape) -> Weights:
 
 def shipped_weights(shape: AttentionShape) -> Weights:
     """Those of the first layer of the model that comes with halfbyte, repeated to the shape."""
-    found = read_folder(shipped_model())
+    tensors = read_folder(shipped_model())
 
     def one(name: str, rows: int) -> torch.Tensor:
-        w = _read(found[f"model.layers.0.self_attn.{name}_proj.weight"]).float()
+        w = _read(tensors[f"model.layers.0.self_attn.{name}_proj.weight"]).float()
         across = w.repeat(-(-rows // w.shape[0]), -(-shape.hidden // w.shape[1]))
         return across[:rows, : shape.hidden].contiguous()
 
@@ -89,11 +89,11 @@ def shipped_weights(shape: AttentionShape) -> Weights:
 
 def extracted_weights(folder: Path) -> Weights:
     """Those that `halfbyte extract` wrote; the layer's shape is theirs. Raises `CheckpointError`."""
-    found = Projections.load(folder)
-    m = found.metadata
+    projections = Projections.load(folder)
+    m = projections.metadata
     name = f"{m.model} layer {m.layer}" + ("" if m.head is None else f" head {m.head}")
     shape = AttentionShape(name, m.hidden_size, m.heads, m.kv_heads, m.head_dim, dtype=torch.float16)
-    return Weights(shape, found.weights, found.biases, f"weights of {m.model}, layer {m.layer}")
+    return Weights(shape, projections.weights, projections.biases, f"weights of {m.model}, layer {m.layer}")
 
 
 def _zeros(shape: AttentionShape) -> Three:

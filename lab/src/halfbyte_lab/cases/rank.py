@@ -44,22 +44,22 @@ def first_of_ranks(work: Callable[[Device], Iterable[T]], ranks: int, kind: str)
     All ranks run `work`, a picklable function of the rank's device, in a process group. Raises `BenchmarkRefused` with the error of
     a rank that fails, which ends the others.
     """
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    sent = multiprocessing.get_context("spawn").SimpleQueue()
-    running = spawn(_rank, (work, ranks, kind, port, sent), nprocs=ranks, join=False)
-    done, failed = False, None
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    running = spawn(_rank, (work, ranks, kind, port, queue), nprocs=ranks, join=False)
+    done, failure = False, None
     try:
         while not done:
             try:
                 done = running.join(timeout=0.05)
             except ProcessException as error:
-                done, failed = True, error
-            while not sent.empty():
-                yield sent.get()
-        if failed is not None:
-            raise BenchmarkRefused(f"{ranks} ranks: {str(failed).strip().splitlines()[-1]}") from failed
+                done, failure = True, error
+            while not queue.empty():
+                yield queue.get()
+        if failure is not None:
+            raise BenchmarkRefused(f"{ranks} ranks: {str(failure).strip().splitlines()[-1]}") from failure
     finally:
         for process in running.processes:
             process.kill()  # those that still run when nobody asks for more
@@ -74,9 +74,9 @@ def _rank(rank: int, work: Callable[[Device], Iterable[object]], ranks: int, kin
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=ranks)
     try:
-        for made in work(describe(f"cuda:{rank}" if kind == "cuda" else "cpu")):
+        for item in work(describe(f"cuda:{rank}" if kind == "cuda" else "cpu")):
             if rank == 0:
-                sent.put(made)
+                sent.put(item)
     except Exception:
         threading.Timer(1.0, os._exit, (1,)).start()  # a GPU that waits for other ranks would keep this process for ever
         raise
@@ -267,18 +267,18 @@ class StepCase:
         """The record without a time; refused already where all layers do not fit into this share of the memory."""
         rank, fp8 = self.model.rank, self.model.fp8
         nbytes = rank.step_bytes(self.batch, self.context, entry.formats, fp8)
-        held, memory = rank.held_bytes(self.batch, self.context, entry.formats, fp8), share * session.device.memory_bytes
+        total, memory = rank.held_bytes(self.batch, self.context, entry.formats, fp8), share * session.device.memory_bytes
         sizes = rank.shape(self.batch, self.context).sizes
         record = Record(self.op, sizes, entry.formats, entry.implementation, nbytes, session.environment, case=self.name)
-        if session.device.kind != "cuda" or held <= memory:
+        if session.device.kind != "cuda" or total <= memory:
             return record
-        why = f"{NOT_HELD}: {rank.layers} layers take {held / 1e9:.1f} GB of {memory / 1e9:.1f}"
+        why = f"{NOT_HELD}: {rank.layers} layers take {total / 1e9:.1f} GB of {memory / 1e9:.1f}"
         return replace(record, refused=f"{self.name} {entry.formats}: {why}")
 
     def refused(self, record: Record, error: Exception) -> Record:
         """The record with the reason why it has no time."""
-        known = f"{NOT_HELD}: out of memory" if isinstance(error, torch.OutOfMemoryError) else reason(error)
-        return replace(record, refused=f"{self.name} {record.formats} {record.implementation}: {known}")
+        why = f"{NOT_HELD}: out of memory" if isinstance(error, torch.OutOfMemoryError) else reason(error)
+        return replace(record, refused=f"{self.name} {record.formats} {record.implementation}: {why}")
 
     def filled(self, formats: str, device: torch.device) -> Rotation:
         """A cache for each layer."""
@@ -344,5 +344,5 @@ class Step:
 
 
 def _normed(state: State) -> torch.Tensor:
-    x, normed = state
-    return F.rms_norm(x, x.shape[-1:], eps=1e-5) if normed is None else normed
+    x, norm = state
+    return F.rms_norm(x, x.shape[-1:], eps=1e-5) if norm is None else norm

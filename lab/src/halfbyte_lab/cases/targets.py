@@ -253,8 +253,8 @@ def latest(measured: Sequence[Record]) -> list[Record]:
 def shares(measured: Sequence[Record]) -> tuple[dict[str, float], dict[str, float]]:
     """Percent of the roof that our records reach, and what their bars ask for, by "case, format"."""
     ours = [r for r in measured if r.case and r.op in OPS and r.roof_share and r.implementation.startswith("halfbyte")]
-    asked = {_label(r): 100 * v.bound for r in ours for v in r.bars if v.quantity == "roof_share"}
-    return {_label(r): 100 * (r.roof_share or 0.0) for r in ours}, asked
+    bounds = {_label(r): 100 * v.bound for r in ours for v in r.bars if v.quantity == "roof_share"}
+    return {_label(r): 100 * (r.roof_share or 0.0) for r in ours}, bounds
 
 
 def _label(r: Record) -> str:

@@ -61,8 +61,8 @@ def jobs(session: Session) -> list[Job]:
 
 def ways(kind: str) -> list[Entry]:
     """Those of one rank, and the last of them by NCCL."""
-    made = entries(kind)
-    return [*made, replace(made[-1], implementation=BY_NCCL)]
+    base = entries(kind)
+    return [*base, replace(base[-1], implementation=BY_NCCL)]
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class RanksJob:
 
     def _wanted(self, session: Session) -> Iterator[tuple[int, int, list[Entry]]]:
         for batch, context in self.sizes:
-            if found := _wanted(session, case_name(batch, context, self.ranks)):
-                yield batch, context, found
+            if selection := _wanted(session, case_name(batch, context, self.ranks)):
+                yield batch, context, selection
 
     def to_compile(self, session: Session) -> Iterator[Pair]:
         """Our attention, launches overlapping."""
-        for batch, context, found in self._wanted(session):
+        for batch, context, selection in self._wanted(session):
             shape = self.model.shared(self.ranks).shape(batch, context)
-            for formats in {entry.formats for entry in found} - {PLAIN}:
+            for formats in {entry.formats for entry in selection} - {PLAIN}:
                 yield from precompile.attention(session.device, shape, formats, (True,))
 
     def measure(self, session: Session) -> Iterator[Record]:
@@ -134,11 +134,11 @@ class WholeStep:
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each way: those of one format share their caches."""
         one_shot = self._exchanges(self.reduce)
-        wanted = [way for way in _wanted(session, self.case.name) if one_shot or way.implementation != BY_NCCL]
+        selection = [way for way in _wanted(session, self.case.name) if one_shot or way.implementation != BY_NCCL]
         with torch.no_grad():
-            for formats, found in groupby(wanted, key=lambda way: way.formats):
+            for formats, group in groupby(selection, key=lambda way: way.formats):
                 session.free()
-                blanks = [(way, self._blank(session, way)) for way in found]
+                blanks = [(way, self._blank(session, way)) for way in group]
                 if blanks[0][1].refused:
                     yield from (blank for _, blank in blanks)
                 else:
@@ -148,8 +148,8 @@ class WholeStep:
         return reduce.exchange_of(self.case.model.inputs(self.case.batch)) is not None
 
     def _blank(self, session: Session, way: Entry) -> Record:
-        made = self.case.blank(session, way, SHARE)
-        return replace(made, shape={**made.shape, "ranks": dist.get_world_size()})
+        record = self.case.blank(session, way, SHARE)
+        return replace(record, shape={**record.shape, "ranks": dist.get_world_size()})
 
     def _over(self, session: Session, formats: str, blanks: Sequence[tuple[Entry, Record]]) -> list[Record]:
         """The records of the ways that read caches of one format."""
@@ -178,12 +178,12 @@ class WholeStep:
         except BenchmarkRefused as error:
             return self.case.refused(blank, error)
         timing = summary(slowest, f"{sampler.method}; the slowest of {dist.get_world_size()} ranks; {self._how(reduce)}")
-        made = with_timing(blank, timing, accuracy)
-        return replace(made, gb_per_s=blank.nbytes / timing.median / 1e9)
+        record = with_timing(blank, timing, accuracy)
+        return replace(record, gb_per_s=blank.nbytes / timing.median / 1e9)
 
     def _how(self, reduce: AllReduce) -> str:
-        model, summed = self.case.model, "one-shot" if self._exchanges(reduce) else BACKENDS[dist.get_backend()]
-        return f"{model.count} layers and the output head; all-reduce: {summed}; feed-forward in {model.feed_forward}"
+        model, backend = self.case.model, "one-shot" if self._exchanges(reduce) else BACKENDS[dist.get_backend()]
+        return f"{model.count} layers and the output head; all-reduce: {backend}; feed-forward in {model.feed_forward}"
 
     def _attends(self, way: Entry, rotation: Rotation) -> None:
         """Run attention alone: what cannot run must fail while no rank waits for another."""
@@ -201,42 +201,42 @@ class WholeStep:
                 torch.cuda._sleep(PAUSE)
             dist.all_reduce(start)  # ranks that are ahead wait here, and not in what is timed
 
-        made = make_sampler(self.case.name, Work([step.whole], before), session.device, session.effort)
-        if refused := [how for how in of_all(made.method, device) if NOT_CAPTURED in how]:
-            raise BenchmarkRefused(refused[0])
-        return made
+        sampler = make_sampler(self.case.name, Work([step.whole], before), session.device, session.effort)
+        if refusals := [how for how in of_all(sampler.method, device) if NOT_CAPTURED in how]:
+            raise BenchmarkRefused(refusals[0])
+        return sampler
 
     def _judged(self, sampler: Sampler, rotation: Rotation, device: torch.device) -> Accuracy:
         """The worst error of a layer's attention in a step whose hidden states are the same on all ranks."""
-        (made,) = cast(list[Made], sampler.run())
-        others = [torch.empty_like(made.hidden) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, made.hidden)
-        if not all(torch.equal(made.hidden, other) for other in others):
+        (result,) = cast(list[Made], sampler.run())
+        others = [torch.empty_like(result.hidden) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, result.hidden)
+        if not all(torch.equal(result.hidden, other) for other in others):
             raise BenchmarkRefused("ranks have different hidden states")
-        return on_all(lambda: judged(made, rotation), device)
+        return on_all(lambda: judged(result, rotation), device)
 
 
 def judged(made: Made, rotation: Rotation) -> Accuracy:
     """The worst error of a layer's attention, on one of its sequences, another in each layer; raises where it is not allowed."""
     if not bool(torch.isfinite(made.logits).all()):
         raise BenchmarkRefused("the logits are not finite")
-    found = []
+    accuracies = []
     for i, ((q, out), cache) in enumerate(zip(made.attention, rotation.caches, strict=True)):
         one = slice(i % len(q), i % len(q) + 1)
-        found.append(Promise(q[one], held_by(sequences(cache, one.start, one.stop))).judge([out[one]]))
-        found[-1].require(f"attention of layer {i}")
-    return max(found, key=lambda accuracy: accuracy.error)
+        accuracies.append(Promise(q[one], held_by(sequences(cache, one.start, one.stop))).judge([out[one]]))
+        accuracies[-1].require(f"attention of layer {i}")
+    return max(accuracies, key=lambda accuracy: accuracy.error)
 
 
 def on_all(make: Callable[[], T], device: torch.device) -> T:
     """What `make`, which waits for no other rank, gives on this one. Raises `BenchmarkRefused` where it fails on any: all do."""
-    made, why = None, ""
+    result, why = None, ""
     try:
-        made = make()
+        result = make()
     except torch.OutOfMemoryError:
         why = f"{NOT_HELD}: out of memory"
     except Exception as error:
         why = reason(error)
-    if refused := [found for found in of_all(why, device) if found]:
-        raise BenchmarkRefused(refused[0])
-    return cast(T, made)
+    if refusals := [text for text in of_all(why, device) if text]:
+        raise BenchmarkRefused(refusals[0])
+    return cast(T, result)

@@ -55,11 +55,11 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
     errors: the console on which progress is shown. quick: a quarter of the text, and no variants with outliers. device: None: the
     GPU if there is one.
     """
-    started, busy = time.perf_counter(), time.process_time()
+    start, busy = time.perf_counter(), time.process_time()
     torch.set_num_threads(1)  # more gain nothing on so small a model, and wait for each other where cores are busy
     model, tokenizer = load("demo", device)
-    held = tokenizer.encode(heldout_text())
-    cut = windows(held, *(QUICK_TEXT if quick else TEXT))
+    ids = tokenizer.encode(heldout_text())
+    cut = windows(ids, *(QUICK_TEXT if quick else TEXT))
     settings = [
         Setting(),
         *every_kv_setting(model.config.head_dim),
@@ -71,20 +71,20 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
         "Each row reads all older keys and values from a cache of its own format."
     )
     results = run_evaluation(model, settings, cut, CHUNK, errors, batch=cut.shape[0])
-    short = windows(held, *OUTLIER_TEXT)
+    short = windows(ids, *OUTLIER_TEXT)
     variants = [] if quick else _with_outliers(model, settings, short, errors)
     texts = _written(model, tokenizer, errors)
-    equal, compared = agreement(model, cut[:2, :48])
+    equal, total = agreement(model, cut[:2, :48])
     console.print(f"\n{BY_MODEL if variants else BY_MODEL.partition(',')[0]}:")
     console.print(model_table([*results, *variants]))
     console.print(f"{SAFE_WORDS}\n{ALIKE}", highlight=False)
     for name, text in texts.items():
         console.print(Panel(Text(PROMPT + text), title=name, title_align="left"))
-    same = f"With 16-bit keys and values, {equal} of {compared} greedy tokens equal those of transformers' own attention."
+    same = f"With 16-bit keys and values, {equal} of {total} greedy tokens equal those of transformers' own attention."
     console.print(f"{verdict(results)}\n{same}", highlight=False)
     report = _report(results, variants, texts, same, quick)
     report.write(report_path)
-    took = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - busy}
+    took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
     console.print(f"Took {took['seconds']:.0f} s, {took['cpu_seconds']:.0f} s of CPU time.", highlight=False)
     console.print(f"Report: {report_path}", soft_wrap=True)
     return Shown([*results, *variants], took, report, model, tokenizer)
@@ -96,8 +96,8 @@ def _with_outliers(model: Any, settings: list[Setting], short: torch.Tensor, err
     runs = [(outliers, settings if outliers is PROFILES[0] else caches) for outliers in PROFILES]
     return [
         result
-        for outliers, shown in runs
-        for result in run_evaluation(with_outliers(model, outliers), shown, short, CHUNK, errors, name=outliers.name)
+        for outliers, subset in runs
+        for result in run_evaluation(with_outliers(model, outliers), subset, short, CHUNK, errors, name=outliers.name)
     ]
 
 
@@ -108,8 +108,8 @@ def _written(model: Any, tokenizer: Tokenizer, errors: Console) -> dict[str, str
         for name, setting in bar.track(TEXTS.items(), description="writing"):
             text = "".join(write(model, tokenizer, PROMPT, setting, TOKENS))
             first = next(iter(texts.values()), text)
-            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, first, strict=False)))
-            texts[name if not texts else f"{name}: the first {shared} of {len(first)} characters as with 16 bits"] = text
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, first, strict=False)))
+            texts[name if not texts else f"{name}: the first {common} of {len(first)} characters as with 16 bits"] = text
     return texts
 
 

@@ -74,8 +74,8 @@ PROFILES: tuple[Outliers, ...] = (
 @torch.no_grad()
 def with_outliers(model: Any, outliers: Outliers) -> Any:
     """A copy of a Llama-like model that computes the same in 16 bits and has these outliers. Raises `Unsupported` for others."""
-    made = copy.deepcopy(model)
-    config, layers = made.config, getattr(getattr(made, "model", None), "layers", ())
+    variant = copy.deepcopy(model)
+    config, layers = variant.config, getattr(getattr(variant, "model", None), "layers", ())
     if not layers or not all(map(_is_like_llama, layers)):
         raise Unsupported(f"{type(model).__name__}: outliers are put into models with Llama's layers only")
     dim, kv_heads = config.head_dim, config.num_key_value_heads
@@ -97,7 +97,7 @@ def with_outliers(model: Any, outliers: Outliers) -> Any:
             norm.weight.div_(columns)
             for linear in linears:
                 linear.weight.mul_(columns)
-    return made
+    return variant
 
 
 def _is_like_llama(layer: Any) -> bool:
@@ -147,10 +147,10 @@ def recorded_heads(model: Any, ids: torch.Tensor) -> list[Heads]:
     from halfbyte.hf.attention import CACHE
     from halfbyte.hf.cache import PackedCache
 
-    found: list[torch.Tensor] = []
+    queries: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, given: object, out: torch.Tensor) -> None:
-        found.append(out[:, -1:])
+        queries.append(out[:, -1:])
 
     blocks, config = model.model.layers, model.config
     cache = PackedCache(model, ids.shape[1], keys="bf16", values="bf16")
@@ -166,4 +166,4 @@ def recorded_heads(model: Any, ids: torch.Tensor) -> list[Heads]:
         k, v = (t[:, :, : ids.shape[1]].bfloat16() for t in held())
         return Heads(apply_rope(q.unflatten(-1, (-1, config.head_dim)).transpose(1, 2), *rope).bfloat16().contiguous(), k, v)
 
-    return [heads(q, layer.kv.dequantized) for q, layer in zip(found, cache.layers, strict=True)]
+    return [heads(q, layer.kv.dequantized) for q, layer in zip(queries, cache.layers, strict=True)]

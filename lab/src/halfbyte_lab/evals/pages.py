@@ -61,13 +61,13 @@ def _thousandths(kl: float | None) -> str:
 def model_table(results: Sequence[Quality]) -> Table:
     """`by_model` for a terminal of 80 columns. What diverges by 0.1 nats and more, enough to change what is written, is red."""
     header, rows = by_model(results)
-    made = Table(header_style="bold", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=0, show_edge=False)
     for i, name in enumerate(header):
-        made.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
     for line in rows:
         cells = [Text(x, style="red" if x and float(x.replace(",", "")) >= 100 else "") for x in line[3:-1]]
-        made.add_row(*line[:3], *cells, line[-1])
-    return made
+        table.add_row(*line[:3], *cells, line[-1])
+    return table
 
 
 def add_results(report: Report, results: Sequence[Quality], *notes: str) -> None:
@@ -78,9 +78,9 @@ def add_results(report: Report, results: Sequence[Quality], *notes: str) -> None
     for svg, caption in charts[:1]:
         report.figure(svg, caption)
     report.text(KL_WORDS, *notes).heading("Every run")
-    found, hints = merged(results)
-    report.table(HEADERS, found, "Compared with the 16-bit run; point at a name to see what it is", hints=hints)
-    if len(found) < len(results):
+    rows, hints = merged(results)
+    report.table(HEADERS, rows, "Compared with the 16-bit run; point at a name to see what it is", hints=hints)
+    if len(rows) < len(results):
         report.text(
             "Names joined by = store the same numbers here: their groups are as wide as a head, or as a row of the weights."
         )
@@ -95,13 +95,13 @@ def merged(results: Sequence[Quality]) -> tuple[list[tuple[str, ...]], dict[tupl
     for r in results:
         key = (kind(r), r.perplexity, r.kl_mean, r.kl_p99, r.top1, r.kv_bytes_per_token, r.weight_bytes)
         alike.setdefault(key, []).append(r)
-    found, hints = list[tuple[str, ...]](), dict[tuple[int, str], str]()
+    rows, hints = list[tuple[str, ...]](), dict[tuple[int, str], str]()
     for group in alike.values():
         names = [" = ".join(dict.fromkeys(cells)) for cells in zip(*(row(r)[:2] for r in group), strict=True)]
         if (column := {"KV cache": 0, "weights": 1}.get(kind(group[0]))) is not None:
             hints[column, names[column]] = in_words(group[0].setting)
-        found.append((*names, *row(group[0])[2:]))
-    return found, hints
+        rows.append((*names, *row(group[0])[2:]))
+    return rows, hints
 
 
 def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
@@ -112,12 +112,12 @@ def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
     shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
     points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
     chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
-    made = [(chart, "Quality against size of the cache: KL divergence from the 16-bit run by bytes per token")]
+    figures = [(chart, "Quality against size of the cache: KL divergence from the 16-bit run by bytes per token")]
     errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
     if errors:
         chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
-        made.append((chart, "Error by layer: hidden states against those of the 16-bit run"))
-    return made
+        figures.append((chart, "Error by layer: hidden states against those of the 16-bit run"))
+    return figures
 
 
 def _weight_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
@@ -140,12 +140,12 @@ def _weight_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
 
 def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence[str], series: Sequence[str]) -> list[Point]:
     """Points of a chart; results that coincide (groups as wide as a head, say) share one."""
-    merged: dict[tuple[float, float], Point] = {}
+    by_place: dict[tuple[float, float], Point] = {}
     for result, share, name, family in zip(results, shares, names, series, strict=True):
         at = (share, max(result.kl_mean, LEAST_KL))
-        label = f"{merged[at].label} = {name}" if at in merged else name
-        merged[at] = Point(label, *at, family)
-    return list(merged.values())
+        label = f"{by_place[at].label} = {name}" if at in by_place else name
+        by_place[at] = Point(label, *at, family)
+    return list(by_place.values())
 
 
 def write_report(results: Sequence[Quality], title: str, path: Path, longer: Sequence[LongContext] = ()) -> None:
@@ -186,10 +186,10 @@ def _family(name: str) -> str:
 
 def _fewest(series: dict[str, list[float]]) -> dict[str, list[float]]:
     """At most six lines, spread over the range of final errors, so that the chart can be read."""
-    ranked = sorted(series, key=lambda name: series[name][-1])
-    if len(ranked) > 6:
-        ranked = [ranked[i * (len(ranked) - 1) // 5] for i in range(6)]
-    return {name: series[name] for name in ranked}
+    names = sorted(series, key=lambda name: series[name][-1])
+    if len(names) > 6:
+        names = [names[i * (len(names) - 1) // 5] for i in range(6)]
+    return {name: series[name] for name in names}
 
 
 def cards(results: Sequence[Quality]) -> dict[str, dict[str, Cell]]:
@@ -199,8 +199,8 @@ def cards(results: Sequence[Quality]) -> dict[str, dict[str, Cell]]:
 
 
 def _facts(title: str, result: Quality, base: Quality) -> dict[str, Cell]:
-    named: dict[str, Cell] = {} if title == result.setting.name else {"formats": result.setting.name}
-    facts = named | {
+    formats: dict[str, Cell] = {} if title == result.setting.name else {"formats": result.setting.name}
+    facts = formats | {
         "perplexity": f"{result.change:+.2f} % \u00b1 {result.noise:.2f} %",
         "size": f"{ratio(result, base):.2f}x smaller",
         "KL divergence": f"{result.kl_mean:.1e} nats, {safety(result)}",

@@ -59,14 +59,14 @@ class Asked:
         """From JSON; raises `InvalidArgument` that names what is wrong."""
         try:
             data = json.loads(body)
-            made = cls(**{name: data[name] for name in ("keys", "values", "weights", "prompt", "tokens")})
+            request = cls(**{name: data[name] for name in ("keys", "values", "weights", "prompt", "tokens")})
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InvalidArgument("expected a JSON object with keys, values, weights, prompt and tokens") from None
-        texts = (made.keys, made.values, made.weights, made.prompt)
+        texts = (request.keys, request.values, request.weights, request.prompt)
         check(all(isinstance(x, str) for x in texts), "keys, values, weights and prompt must be texts")
-        check(0 < len(made.prompt) <= PROMPT, f"prompt has {len(made.prompt):,} characters; give 1 to {PROMPT:,}")
-        check(type(made.tokens) is int and 0 < made.tokens <= TOKENS, f"tokens={made.tokens!r}; give 1 to {TOKENS}")
-        return made
+        check(0 < len(request.prompt) <= PROMPT, f"prompt has {len(request.prompt):,} characters; give 1 to {PROMPT:,}")
+        check(type(request.tokens) is int and 0 < request.tokens <= TOKENS, f"tokens={request.tokens!r}; give 1 to {TOKENS}")
+        return request
 
     def setting(self, head_dim: int) -> Setting:
         """As `halfbyte.hf.quantize` would take these formats: keys rotated where that is the default."""
@@ -91,10 +91,10 @@ class Playground:
         """Bytes, both texts, speed and quality, each when it is known. Formats that do not exist raise before the first one."""
         setting = asked.setting(self._head_dim)
         with self._busy:
-            used = self._quantized(setting.weights)
+            variant = self._quantized(setting.weights)
             sizes = {"kv": kv_bytes_per_token(self.model, setting), "plain_kv": kv_bytes_per_token(self.model, Setting())}
-            yield {"kind": "bytes", **sizes, "weights": weight_bytes(used), "plain_weights": weight_bytes(self.model)}
-            ours = yield from self._written("ours", "writing with these formats", used, setting, asked)
+            yield {"kind": "bytes", **sizes, "weights": weight_bytes(variant), "plain_weights": weight_bytes(self.model)}
+            ours = yield from self._written("ours", "writing with these formats", variant, setting, asked)
             plain = yield from self._written("plain", "writing with 16 bits", self.model, Setting(), asked)
             yield {"kind": "speed", "ours": ours, "plain": plain, "cpu": self.model.device.type == "cpu"}
             yield {"kind": "step", "text": "measuring quality on held-out text"}
@@ -103,26 +103,26 @@ class Playground:
     def _written(self, kind: str, step: str, model: Any, setting: Setting, asked: Asked) -> Generator[Event, None, float]:
         """The pieces of a text; returns tokens per second, the prompt's left out."""
         yield {"kind": "step", "text": step}
-        started, text = 0.0, ""
+        start, text = 0.0, ""
         for piece in write(model, self.tokenizer, asked.prompt, setting, asked.tokens):
-            started = started or time.perf_counter()
+            start = start or time.perf_counter()
             text += piece
             yield {"kind": kind, "piece": piece}
         tokens = len(self.tokenizer.encode(text))
-        return (tokens - 1) / max(time.perf_counter() - started, 1e-9)
+        return (tokens - 1) / max(time.perf_counter() - start, 1e-9)
 
     def _measured(self, setting: Setting) -> Event:
         settings = [Setting(), *([setting] if setting != Setting() else [])]
-        found = evaluate(self.model, settings, self._windows)[-1]
-        return {"kind": "quality", "change": found.change, "noise": found.noise, "kl": found.kl_mean, "tokens": found.tokens}
+        result = evaluate(self.model, settings, self._windows)[-1]
+        return {"kind": "quality", "change": result.change, "noise": result.noise, "kl": result.kl_mean, "tokens": result.tokens}
 
 
 def form(prompt: str) -> str:
     """The form as a part of a page."""
     rows = {(name, use == "weights"): f"{codes}, one scale for each {scale}" for name, use, codes, scale, _ in format_rows()}
-    named = {"Fastest": "Fastest on a GPU"}
+    labels = {"Fastest": "Fastest on a GPU"}
     buttons = "".join(
-        f'<button type="button" data-preset="{keys} {values} bf16">{named.get(name, name)}</button>'
+        f'<button type="button" data-preset="{keys} {values} bf16">{labels.get(name, name)}</button>'
         for name, (keys, values) in {**caches(), "INT2": ("int2", "int2")}.items()
     )
     parts = {
@@ -141,8 +141,8 @@ def form(prompt: str) -> str:
 def _options(names: Iterable[str], rows: dict[tuple[str, bool], str], of_weights: bool, chosen: str) -> str:
     """The entries of a list of formats, each with what it is."""
     titles = {name: "16 bits" if name in ("bf16", "fp16") else rows[name, of_weights] for name in names}
-    selected = {chosen: " selected"}
-    return "".join(f'<option title="{html.escape(t)}"{selected.get(name, "")}>{name}</option>' for name, t in titles.items())
+    attributes = {chosen: " selected"}
+    return "".join(f'<option title="{html.escape(t)}"{attributes.get(name, "")}>{name}</option>' for name, t in titles.items())
 
 
 def bind(port: int) -> ThreadingHTTPServer:

@@ -52,8 +52,8 @@ class DecodeCase:
     baselines: bool = False
 
     def __post_init__(self) -> None:
-        held = sum(sequences for sequences, _ in self.runs)
-        check(not self.runs or held == self.shape.batch, f"runs hold {held} sequences and the batch is {self.shape.batch}")
+        total = sum(sequences for sequences, _ in self.runs)
+        check(not self.runs or total == self.shape.batch, f"runs hold {total} sequences and the batch is {self.shape.batch}")
         longest = max((tokens for _, tokens in self.runs), default=self.shape.context)
         check(longest == self.shape.context, f"the longest run has {longest} tokens; context={self.shape.context} must be that")
 
@@ -107,13 +107,13 @@ class Inputs:
         """The 16-bit tail [B, H, rows, D] of per-channel keys that lack the newest token; None for other keys."""
         if like.format.token_block is None or like.tail is None:
             return None
-        made, first = torch.zeros_like(like.tail), 0
+        out, first = torch.zeros_like(like.tail), 0
         for k, _ in self.spans:
             last = k.shape[2] - 1
             begin = last // like.format.token_block * like.format.token_block
-            made[first : first + k.shape[0], :, : last - begin] = k[:, :, begin:last]
+            out[first : first + k.shape[0], :, : last - begin] = k[:, :, begin:last]
             first += k.shape[0]
-        return made
+        return out
 
     def decoy(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A token that every query would look at before any other: the sum of the queries, as key."""

@@ -74,14 +74,16 @@ def bars(values: Mapping[str, float], *, x_label: str, title: str = "", shown: M
     check(len(values) > 0, "values is empty; a chart needs at least one")
     with _figure(title or x_label, 0.9 + 0.34 * len(values)) as (_, ax, done):
         names = list(values)
-        drawn = ax.barh(range(len(names)), list(values.values()), color=_SERIES[0], height=0.62)
-        written = ax.bar_label(drawn, [(shown or {}).get(n, f"{values[n]:.4g}") for n in names], padding=4, color=_INK, fontsize=10)
+        container = ax.barh(range(len(names)), list(values.values()), color=_SERIES[0], height=0.62)
+        labels = ax.bar_label(
+            container, [(shown or {}).get(n, f"{values[n]:.4g}") for n in names], padding=4, color=_INK, fontsize=10
+        )
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         _frame(ax, x_label, "", title, legend=False)
         ax.grid(axis="y", visible=False)
         # Browsers set the values in the system's font, which may be wider than matplotlib's.
-        ax.margins(x=max(0.16, 0.024 * max(len(text.get_text()) for text in written)))
+        ax.margins(x=max(0.16, 0.024 * max(len(text.get_text()) for text in labels)))
         ax.xaxis.set_major_formatter("{x:,g}")
         ax.tick_params(axis="y", labelcolor=_INK, labelsize=10.5)
     return done.svg
@@ -98,13 +100,13 @@ def marked_bars(
         for i, n in enumerate(names):  # right of the bar and of its tick
             ends = (max(values[n], marks.get(n, 0.0)), i)
             ax.annotate(f"{values[n]:.0f}", ends, (6, 0), textcoords="offset points", va="center", color=_INK, fontsize=9)
-        marked = [(marks[n], i) for i, n in enumerate(names) if n in marks]
-        if marked:
-            xs, ys = zip(*marked, strict=True)
+        points = [(marks[n], i) for i, n in enumerate(names) if n in marks]
+        if points:
+            xs, ys = zip(*points, strict=True)
             ax.plot(xs, ys, "|", color=_SERIES[1], ms=13, mew=2.4, label=mark_label)
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
-        _frame(ax, x_label, "", title, legend=bool(marked))
+        _frame(ax, x_label, "", title, legend=bool(points))
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.1, y=0.01)
         ax.tick_params(axis="y", labelcolor=_INK, labelsize=9.5)
@@ -158,16 +160,16 @@ def panels(
     Lines named in `dashed` are dashed. Returns an <svg> element.
     """
     check(len(by_title) > 0, "by_title is empty; a chart needs at least one panel")
-    names = list(dict.fromkeys(name for found in by_title.values() for name in found))
+    names = list(dict.fromkeys(name for lines in by_title.values() for name in lines))
     rows = -(-len(by_title) // columns)
-    top = max(y for found in by_title.values() for points in found.values() for _, y in points)
+    top = max(y for lines in by_title.values() for points in lines.values() for _, y in points)
     with _figure_of(title, 1.2 + 2.1 * rows, (rows, columns)) as (fig, axes, done):
         fig.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=11.5, fontweight="bold")
-        for i, (ax, (heading, found)) in enumerate(zip(axes, by_title.items(), strict=False)):
-            for name, points in found.items():
+        for i, (ax, (heading, lines)) in enumerate(zip(axes, by_title.items(), strict=False)):
+            for name, points in lines.items():
                 look = _look(names.index(name)) | ({"ls": "--"} if name in dashed else {})
                 ax.plot([x for x, _ in points], [y for _, y in points], lw=1.6, ms=4, label=name, **look)
-            ticks = sorted({x for points in found.values() for x, _ in points})
+            ticks = sorted({x for points in lines.values() for x, _ in points})
             ax.set_xscale("log", base=2)
             ax.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
             if log_y:
@@ -179,8 +181,8 @@ def panels(
             ax.set_title(heading, loc="left", color=_INK, fontsize=10.5)
         for ax in axes[len(by_title) :]:
             ax.set_visible(False)
-        shown = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        _legend(fig, [shown[name] for name in names], names, 3)
+        handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        _legend(fig, [handles[name] for name in names], names, 3)
     return done.svg
 
 
@@ -363,8 +365,8 @@ def roofline(
     with _figure(title, 4.4) as (fig, ax, done):
         xs, ys = zip(*measured, strict=True)
         ax.plot(xs, ys, "-", color=_INK, lw=1.6, label="read roofline of the same runs")
-        for number, (name, found) in enumerate(points.items()):
-            ax.plot([x for x, _ in found], [y for _, y in found], ms=5, alpha=0.85, label=name, **_look(number) | {"ls": ""})
+        for number, (name, line) in enumerate(points.items()):
+            ax.plot([x for x, _ in line], [y for _, y in line], ms=5, alpha=0.85, label=name, **_look(number) | {"ls": ""})
         _scales(ax, True, log_y)
         if not log_y:
             ax.set_ylim(0)

@@ -45,10 +45,10 @@ class Accuracy:
 
 def attention_accuracy(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor) -> Accuracy:
     """Promise for attention; `out` and `base` [B, Hq, L, D] in the output dtype, `ref` the same in float64."""
-    rounded = ref.to(out.dtype)
-    noise = ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
-    allowed = 2 * _largest(base, ref) + 2 * noise
-    return Accuracy(_largest(out, ref), allowed, "max abs")
+    nearest = ref.to(out.dtype)
+    noise = ((nearest + 0.3 - 0.3) - nearest).abs().max().item()
+    bound = 2 * _largest(base, ref) + 2 * noise
+    return Accuracy(_largest(out, ref), bound, "max abs")
 
 
 def timed_attention_accuracy(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor) -> Accuracy:
@@ -83,8 +83,8 @@ def _grouped_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, slopes: torch.Tensor | None
 ) -> torch.Tensor:
     new, tokens = q.shape[2], k.shape[2]
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # query heads of one KV head side by side: [B, H, Hq/H * L, D]
-    scores = (grouped @ k.mT * sm_scale).unflatten(2, (-1, new))
+    queries = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # query heads of one KV head side by side: [B, H, Hq/H * L, D]
+    scores = (queries @ k.mT * sm_scale).unflatten(2, (-1, new))
     at = torch.arange(tokens, device=q.device)
     ahead = at - at[tokens - new :, None]  # how far a key lies beyond a query: [L, T]
     if slopes is not None:

@@ -50,14 +50,14 @@ def latest(measured: Sequence[Record]) -> list[Record]:
     """
     last: dict[Key, Record] = {}
     for r in measured:
-        known = last.get(key(r))
-        if known is None or r.environment.date >= known.environment.date:
+        previous = last.get(key(r))
+        if previous is None or r.environment.date >= previous.environment.date:
             last[key(r)] = r
-    ended: dict[tuple[Key, bool], str] = {}
+    ends: dict[tuple[Key, bool], str] = {}
     for r in last.values():
         how = (job_key(r), r.of_whole_job)
-        ended[how] = max(ended.get(how, ""), r.environment.date)
-    return [r for r in last.values() if ended.get((job_key(r), not r.of_whole_job), "") <= r.environment.date]
+        ends[how] = max(ends.get(how, ""), r.environment.date)
+    return [r for r in last.values() if ends.get((job_key(r), not r.of_whole_job), "") <= r.environment.date]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Change:
     @property
     def record(self) -> Record:
         """The record that says best what this is of: the later one, unless its job failed as a whole."""
-        known = [r for r in (self.after, self.before) if r is not None]
-        return next((r for r in known if not r.of_whole_job), known[0])
+        sides = [r for r in (self.after, self.before) if r is not None]
+        return next((r for r in sides if not r.of_whole_job), sides[0])
 
     @property
     def ratio(self) -> float | None:
@@ -92,8 +92,8 @@ class Change:
             return "gone"
         if self.ratio is None:
             if bool(self.before.refused) == bool(self.after.refused):
-                timed = bool(self.before.seconds) == bool(self.after.seconds)
-                return "same" if self.before.refused or (timed and _counts_alike(self.before, self.after)) else "changed"
+                is_comparable = bool(self.before.seconds) == bool(self.after.seconds)
+                return "same" if self.before.refused or (is_comparable and _counts_alike(self.before, self.after)) else "changed"
             return "refused now" if self.after.refused else "refused before"
         if abs(self.ratio - 1) <= LEAST:
             return "same"
@@ -130,10 +130,10 @@ def _overlap(a: Record, b: Record) -> bool:
 def changes(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
     """Everything that either set has measured: what changed most first, then what did not."""
     old, new = ({key(r): r for r in latest(records)} for records in (before, after))
-    failed_before, failed_now = ({job_key(r): r for r in known.values() if r.of_whole_job} for known in (old, new))
+    failed_before, failed_now = ({job_key(r): r for r in group.values() if r.of_whole_job} for group in (old, new))
     of = {k: job_key(r) for k, r in {**new, **old}.items()}
-    found = [Change(old.get(k) or failed_before.get(job), new.get(k) or failed_now.get(job)) for k, job in of.items()]
-    told = {job_key(c.record) for c in found if not c.record.of_whole_job}
+    pairs = [Change(old.get(k) or failed_before.get(job), new.get(k) or failed_now.get(job)) for k, job in of.items()]
+    jobs = {job_key(c.record) for c in pairs if not c.record.of_whole_job}
     # What a failed job would have measured tells of its failure already.
-    found = [c for c in found if not (c.record.of_whole_job and job_key(c.record) in told)]
-    return sorted(found, key=lambda c: (not c.marked, -abs((c.ratio or 1.0) - 1)))
+    pairs = [c for c in pairs if not (c.record.of_whole_job and job_key(c.record) in jobs)]
+    return sorted(pairs, key=lambda c: (not c.marked, -abs((c.ratio or 1.0) - 1)))

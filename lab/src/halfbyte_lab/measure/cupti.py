@@ -51,10 +51,10 @@ def unavailable(device: torch.device) -> str:
         return "this torch is built without CUPTI"
     try:
         with torch.cuda.device(device):
-            found = traced({"only marks": Work([lambda: None])})
+            calls = traced({"only marks": Work([lambda: None])})
     except Exception as error:
         return f"torch.profiler fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return "" if found else "CUPTI gives no record of a kernel; another profiler, such as nsys or ncu, may hold it"
+    return "" if calls else "CUPTI gives no record of a kernel; another profiler, such as nsys or ncu, may hold it"
 
 
 def traced(works: Mapping[str, Work]) -> dict[str, Calls]:
@@ -63,11 +63,11 @@ def traced(works: Mapping[str, Work]) -> dict[str, Calls]:
     Works are traced in one go, since starting and stopping takes longer than they do. Each goes on in its rotation where the one
     before has stopped: over the same buffers it would find them in the cache.
     """
-    chosen = {name: _chosen(work.fns, turn) for turn, (name, work) in enumerate(works.items())}
-    expected = sum(len(fns) + 1 for fns in chosen.values())
+    functions = {name: _chosen(work.fns, turn) for turn, (name, work) in enumerate(works.items())}
+    expected = sum(len(fns) + 1 for fns in functions.values())
 
     def marked() -> None:
-        for name, fns in chosen.items():
+        for name, fns in functions.items():
             work = works[name]
             if work.before is not None:
                 work.before()
@@ -83,10 +83,10 @@ def traced(works: Mapping[str, Work]) -> dict[str, Calls]:
             break
     else:
         return {}
-    found: dict[str, Calls] = {}
-    for name, fns in chosen.items():
-        found[name], spans = spans[: len(fns)], spans[len(fns) + 1 :]  # the one after a work's last call is what it puts back
-    return found
+    calls: dict[str, Calls] = {}
+    for name, fns in functions.items():
+        calls[name], spans = spans[: len(fns)], spans[len(fns) + 1 :]  # the one after a work's last call is what it puts back
+    return calls
 
 
 def seconds_of(calls: Calls) -> float | None:
@@ -124,19 +124,19 @@ def kernels_of(work: Call) -> list[Kernel]:
 
 def busy_parts_of(work: Call) -> list[Kernel]:
     """As `kernels_of`, each without the time in which one that started before it still ran: their sum is the time that is busy."""
-    found, busy_until = [], 0.0
+    parts, busy_until = [], 0.0
     for event in _events(work):
-        began, ended = float(event.time_range.start), float(event.time_range.end)
-        found.append(Kernel(event.name, max(0.0, ended - max(began, busy_until)) / 1e6))
-        busy_until = max(busy_until, ended)
-    return found
+        began, end = float(event.time_range.start), float(event.time_range.end)
+        parts.append(Kernel(event.name, max(0.0, end - max(began, busy_until)) / 1e6))
+        busy_until = max(busy_until, end)
+    return parts
 
 
 def _events(work: Call) -> list[Any]:
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
-    ran = [e for e in seen.events() or [] if str(e.device_type).endswith("CUDA") and not e.is_user_annotation]
+    ran = [e for e in profiler.events() or [] if str(e.device_type).endswith("CUDA") and not e.is_user_annotation]
     ran.sort(key=lambda e: float(e.time_range.start))
     return [e for e in ran if not e.name.startswith(("Memcpy", "Memset"))]

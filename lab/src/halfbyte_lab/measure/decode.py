@@ -172,11 +172,11 @@ def _pinned(backend: SDPBackend, attend: Attend) -> Attend:
 def _judge(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch.Tensor], Accuracy]:
     """The promise over keys and values as a cache holds them; the reference is computed once, when it is first needed."""
     scale = q.shape[-1] ** -0.5
-    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+    references: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def judge(out: torch.Tensor) -> Accuracy:
-        if not known:
-            known.append((eager_attention(q, k, v, scale), float64_attention(q, k, v, scale)))
-        return timed_attention_accuracy(out, *known[0])
+        if not references:
+            references.append((eager_attention(q, k, v, scale), float64_attention(q, k, v, scale)))
+        return timed_attention_accuracy(out, *references[0])
 
     return judge

@@ -23,33 +23,33 @@ def of_any(measured: Sequence[Record]) -> list[str]:
         if r.seconds:
             cases.setdefault(name_of(r), {})[f"{r.implementation}, {r.formats}"] = 1e3 * r.seconds
     few = cases.items() if len(cases) <= _CASES else ()
-    charted = [charts.bars(times, x_label="milliseconds, median; shorter is better", title=case) for case, times in few]
-    return [*charted, *speedups(measured), *rooflines(measured), *by_size(measured)]
+    bars = [charts.bars(times, x_label="milliseconds, median; shorter is better", title=case) for case, times in few]
+    return [*bars, *speedups(measured), *rooflines(measured), *by_size(measured)]
 
 
 def rooflines(measured: Sequence[Record]) -> list[str]:
     """Bytes a second against bytes, and FLOP a second against FLOP a byte, each below what a read-only kernel reached in the same
     runs; by format, 16 bits as one.
     """
-    timed = [r for r in measured if r.seconds and r.gb_per_s and r.nbytes and r.roof_gb_per_s]
-    if not timed:
+    with_roof = [r for r in measured if r.seconds and r.gb_per_s and r.nbytes and r.roof_gb_per_s]
+    if not with_roof:
         return []
-    roof = sorted({r.nbytes / 1e6: r.roof_gb_per_s or 0.0 for r in timed}.items())
-    sizes = _fastest_of(timed, lambda r: (r.nbytes / 1e6, r.gb_per_s or 0.0))
+    roof = sorted({r.nbytes / 1e6: r.roof_gb_per_s or 0.0 for r in with_roof}.items())
+    sizes = _fastest_of(with_roof, lambda r: (r.nbytes / 1e6, r.gb_per_s or 0.0))
     title = "Roofline: bytes a second by bytes read"
     rates = charts.roofline(sizes, roof, x_label="MB that a call must read", y_label="GB/s", title=title)
-    return [rates, *_intensities([r for r in timed if flop(r)])]
+    return [rates, *_intensities([r for r in with_roof if flop(r)])]
 
 
 def _intensities(timed: Sequence[Record]) -> list[str]:
     """Arithmetic intensity. The tensor cores' limit, which few rows do not reach, is not shown."""
     if not timed:
         return []
-    found = _fastest_of(timed, lambda r: (flop(r) / r.nbytes, flop(r) / (r.seconds or 1.0) / 1e12))
+    points = _fastest_of(timed, lambda r: (flop(r) / r.nbytes, flop(r) / (r.seconds or 1.0) / 1e12))
     ends, fastest = [flop(r) / r.nbytes for r in timed], max(r.roof_gb_per_s or 0.0 for r in timed)
     roof = [(x, x * fastest / 1e3) for x in (min(ends), max(ends))]
     x_label, title = "FLOP per byte of weights or cache", "Roofline: arithmetic intensity"
-    return [charts.roofline(found, roof, x_label=x_label, y_label="TFLOP/s", title=title, log_y=True)]
+    return [charts.roofline(points, roof, x_label=x_label, y_label="TFLOP/s", title=title, log_y=True)]
 
 
 def _fastest_of(timed: Sequence[Record], place: Callable[[Record], tuple[float, float]]) -> Lines:
@@ -58,7 +58,7 @@ def _fastest_of(timed: Sequence[Record], place: Callable[[Record], tuple[float, 
     for r in sorted(timed, key=lambda r: r.gb_per_s or 0.0):
         series = _FASTEST if r.formats in SIXTEEN else r.formats
         points.setdefault(series, {})[name_of(r)] = place(r)
-    return {series: list(found.values()) for series, found in sorted(points.items())}
+    return {series: list(line.values()) for series, line in sorted(points.items())}
 
 
 def flop(r: Record) -> int:
@@ -77,9 +77,9 @@ def speedups(measured: Sequence[Record]) -> list[str]:
         if faster is not None and _ours(r) and not r.case.endswith(EVENLY):
             by = "" if r.implementation == "halfbyte auto" else f", {r.implementation.removeprefix('halfbyte ')}"
             times[f"{name_of(r)}, {r.formats}{by}"] = faster
-    shown = {name: f"{value:.2f}x" for name, value in times.items()}
+    labels = {name: f"{value:.2f}x" for name, value in times.items()}
     label = "times the fastest 16-bit implementation; above 1 is faster"
-    return [charts.bars(times, x_label=label, title="Speed over 16 bits", shown=shown)] if times else []
+    return [charts.bars(times, x_label=label, title="Speed over 16 bits", shown=labels)] if times else []
 
 
 def by_size(measured: Sequence[Record]) -> list[str]:
@@ -92,14 +92,14 @@ def by_size(measured: Sequence[Record]) -> list[str]:
 
 def _against(measured: Sequence[Record], axis: str, label: str, title: Callable[[dict[str, int]], str]) -> list[str]:
     """A panel for each shape that was measured at several sizes along `axis`, 16 bits as their fastest."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    by_title: dict[str, dict[str, dict[int, float]]] = {}
     for r in measured:
         if r.seconds and {"B", "Hq", "H", "D", "T"} <= set(r.shape) and not r.case.endswith(EVENLY):
             name = _FASTEST if r.formats in SIXTEEN else r.formats
-            times = found.setdefault(title(r.shape), {}).setdefault(name, {})
+            times = by_title.setdefault(title(r.shape), {}).setdefault(name, {})
             times[r.shape[axis]] = min(r.seconds, times.get(r.shape[axis], r.seconds))
     panels: dict[str, Lines] = {}
-    for heading, series in found.items():
+    for heading, series in by_title.items():
         lines = {name: [(x, 1e6 * s) for x, s in sorted(times.items())] for name, times in series.items() if len(times) > 1}
         if set(lines) - {_FASTEST}:
             panels[heading] = lines

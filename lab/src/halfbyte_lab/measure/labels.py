@@ -27,15 +27,15 @@ def place_labels(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[f
     Greedy: for each label in turn the candidate (eight directions, growing distance) that covers least of what is there already.
     """
     points = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
-    placed: list[Box] = []
+    boxes: list[Box] = []
     for (x, y), (width, height) in zip(anchors, sizes, strict=True):
 
         def cost(box: Box) -> float:
             outside = (box.x1 - box.x0) * (box.y1 - box.y0) - box.overlap(bounds)
-            return 4 * outside + sum(box.overlap(other) for other in [*placed, *points])
+            return 4 * outside + sum(box.overlap(other) for other in [*boxes, *points])
 
-        placed.append(min(_candidates(x, y, width, height), key=cost))
-    return placed
+        boxes.append(min(_candidates(x, y, width, height), key=cost))
+    return boxes
 
 
 def _candidates(x: float, y: float, width: float, height: float) -> Iterator[Box]:

@@ -100,13 +100,13 @@ def promise(x: torch.Tensor, values: Callable[[], torch.Tensor]) -> Callable[[to
     """The promise over the weights that `values` gives, for results of the first rows of any x [M, K]; the reference is computed
     once, when it is first needed.
     """
-    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+    references: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def judge(out: torch.Tensor) -> Accuracy:
-        if not known:
+        if not references:
             w = values()
-            known.append((F.linear(x, w.to(x.dtype)), F.linear(x.double(), w.double())))
-        base, ref = known[0]
+            references.append((F.linear(x, w.to(x.dtype)), F.linear(x.double(), w.double())))
+        base, ref = references[0]
         return linear_accuracy(out, base[: out.shape[0]], ref[: out.shape[0]])
 
     return judge

@@ -35,10 +35,10 @@ def write_page(
     Of records of the same thing the latest is shown. Machines are kept separate.
     """
     check(len(measured) > 0, "records is empty; a page needs at least one")
-    kept = compare.latest(measured)
-    report = Report(f"halfbyte bench: {title}", _subtitle(kept))
-    report.facts(_facts(kept)).contents()
-    machines = by_machine(kept)
+    latest = compare.latest(measured)
+    report = Report(f"halfbyte bench: {title}", _subtitle(latest))
+    report.facts(_facts(latest)).contents()
+    machines = by_machine(latest)
     before = by_machine(against)
     for machine, mine in machines.items():
         if machine in before:
@@ -46,9 +46,9 @@ def write_page(
         elif against:
             report.text(f"The records of before have none of {machine}.")
         _sections(report, mine, f", {machine}" if len(machines) > 1 else "", section_of)
-    if gone := sorted(set(before) - set(machines)):
-        report.text(f"Only among the records of before: {', '.join(gone)}.")
-    _environments(report, kept)
+    if absent := sorted(set(before) - set(machines)):
+        report.text(f"Only among the records of before: {', '.join(absent)}.")
+    _environments(report, latest)
     return report.write(path)
 
 
@@ -60,21 +60,21 @@ def _subtitle(measured: Sequence[Record]) -> str:
 
 def _facts(measured: Sequence[Record]) -> dict[str, Cell]:
     verdicts = [v for r in measured for v in r.bars]
-    found: dict[str, Cell] = {
+    facts: dict[str, Cell] = {
         "figures": sum(r.seconds is not None for r in measured),
         "refused": sum(bool(r.refused) for r in measured),
     }
     if verdicts:
-        found["targets met"] = f"{sum(v.met for v in verdicts)} of {len(verdicts)}"
-    return found | {"runs": len({r.environment.date for r in measured})}
+        facts["targets met"] = f"{sum(v.met for v in verdicts)} of {len(verdicts)}"
+    return facts | {"runs": len({r.environment.date for r in measured})}
 
 
 def by_machine(measured: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of each machine, by what it is called."""
-    found: dict[str, list[Record]] = {}
+    machines: dict[str, list[Record]] = {}
     for r in measured:
-        found.setdefault(compare.device_of(r), []).append(r)
-    return found
+        machines.setdefault(compare.device_of(r), []).append(r)
+    return machines
 
 
 # ------------------------------------------------------------------------------------------------------------------------- sections
@@ -84,21 +84,21 @@ def _sections(report: Report, measured: Sequence[Record], where: str, section_of
     """A section for each kind of record of one machine."""
     for section, mine in by_section(measured, section_of):
         report.heading(f"{section.title}{where}")
-        asked = [f"{section.asks[:1].upper()}{section.asks[1:]}."] if section.asks else []
+        question = [f"{section.asks[:1].upper()}{section.asks[1:]}."] if section.asks else []
         try:
-            said, drawn, made = section.says(mine), section.charts(mine), section.tables(mine)
+            sentences, figures, contents = section.says(mine), section.charts(mine), section.tables(mine)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # well-formed, but not as these are written here
             raise InvalidArgument(
                 f"the records of {section.title!r} cannot be shown ({type(error).__name__}: {error}); "
                 "were they written by another version, or by hand?"
             ) from error
-        report.text(*asked, *said)
-        for chart in drawn:
+        report.text(*question, *sentences)
+        for chart in figures:
             report.figure(chart)
         caption = tables.count_text(mine) if any(r.bars for r in mine) else ""
-        for headers, rows in made:
-            shown = [[cell.replace("\n", "; ").replace(" %", "\u00a0%") for cell in row] for row in rows]
-            report.table(headers, shown, caption)
+        for headers, rows in contents:
+            cells = [[cell.replace("\n", "; ").replace(" %", "\u00a0%") for cell in row] for row in rows]
+            report.table(headers, cells, caption)
         _lines(report, "refused", [r.refused for r in mine if r.refused])
         _lines(report, "notes", [f"{name_of(r)}, {r.formats}: {r.note}" for r in mine if r.note])
         _lines(report, "kernel times", [_kernels(r) for r in mine if r.kernel_seconds])
@@ -166,12 +166,12 @@ def _changes(report: Report, title: str, found: Sequence[Change]) -> None:
     report.text(
         f"Faster or slower: medians differ by more than {100 * compare.LEAST:.0f} %, and 10th to 90th percentiles do not overlap."
     )
-    moved = {_name(c): c.ratio for c in found if c.verdict in ("faster", "slower") and c.ratio is not None}
-    if moved:
-        drawn = dict(list(moved.items())[:_DRAWN])
-        shown = {name: f"{ratio:.2f}" for name, ratio in drawn.items()}
-        caption = f"The {len(drawn)} largest of {len(moved)} changes" if len(drawn) < len(moved) else ""
-        report.figure(charts.bars(drawn, x_label="time after / time before; below 1 is faster", shown=shown), caption)
+    ratios = {_name(c): c.ratio for c in found if c.verdict in ("faster", "slower") and c.ratio is not None}
+    if ratios:
+        largest = dict(list(ratios.items())[:_DRAWN])
+        labels = {name: f"{ratio:.2f}" for name, ratio in largest.items()}
+        caption = f"The {len(largest)} largest of {len(ratios)} changes" if len(largest) < len(ratios) else ""
+        report.figure(charts.bars(largest, x_label="time after / time before; below 1 is faster", shown=labels), caption)
     report.table(CHANGES, [change_row(c) for c in found])
 
 
@@ -183,7 +183,7 @@ def _name(c: Change) -> str:
 def change_row(c: Change) -> tuple[Cell, ...]:
     """One change under `CHANGES`."""
     r = c.record
-    figures = ("" if found is None else _figure(found) for found in (c.before, c.after))
+    figures = ("" if record is None else _figure(record) for record in (c.before, c.after))
     ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
     return (name_of(r), r.formats, r.implementation, *figures, ratio, c.verdict)
 

@@ -111,11 +111,11 @@ class Record:
         where = before.environment if before and "environment" not in data else Environment(**data["environment"])
         whole = {"bars": (), "by_layer": (), **data, "environment": where}
         bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
-        made = Record(**{**whole, "shape": whole["shape"], "bars": bars, "by_layer": tuple(whole["by_layer"])})
-        parts: tuple[Record | Environment | Verdict, ...] = (made, made.environment, *bars)
+        record = Record(**{**whole, "shape": whole["shape"], "bars": bars, "by_layer": tuple(whole["by_layer"])})
+        parts: tuple[Record | Environment | Verdict, ...] = (record, record.environment, *bars)
         for part in parts:
             _check_types(part)
-        return made
+        return record
 
 
 def with_accuracy(record: Record, accuracy: Accuracy) -> Record:
@@ -149,14 +149,14 @@ def _check_types(part: Record | Environment | Verdict) -> None:
 
 def _holds(value: Any, kind: str) -> bool:
     """Whether a value is of the type that an annotation names; what does not fit 64 bits is no number of a measurement."""
-    if found := _MAPPING.fullmatch(kind):
-        return isinstance(value, dict) and all(_holds(one, found[1]) for one in value.values())
-    if found := _TUPLE.fullmatch(kind):
-        return all(_holds(one, found[1]) for one in value)
-    allowed = _TYPES.get(kind)
-    if allowed is None or isinstance(value, bool):
-        return allowed is None or bool in allowed
-    return isinstance(value, allowed) and (not isinstance(value, int) or -(2**63) <= value < 2**63)
+    if match := _MAPPING.fullmatch(kind):
+        return isinstance(value, dict) and all(_holds(one, match[1]) for one in value.values())
+    if match := _TUPLE.fullmatch(kind):
+        return all(_holds(one, match[1]) for one in value)
+    types = _TYPES.get(kind)
+    if types is None or isinstance(value, bool):
+        return types is None or bool in types
+    return isinstance(value, types) and (not isinstance(value, int) or -(2**63) <= value < 2**63)
 
 
 def _short(value: Any) -> str:
@@ -221,11 +221,11 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
             raise InvalidArgument(
                 f"{str(path)!r} is not a file; give files of records, as `halfbyte bench ... --output` writes them"
             )
-        found = read(path)
-        notices += [found.notice] if found.notice else []
-        if not found.records:
-            raise InvalidArgument(f"{str(path)!r} holds no record" + (f" ({found.notice})" if found.notice else ""))
-        records += found.records
+        content = read(path)
+        notices += [content.notice] if content.notice else []
+        if not content.records:
+            raise InvalidArgument(f"{str(path)!r} holds no record" + (f" ({content.notice})" if content.notice else ""))
+        records += content.records
     return records, notices
 
 

@@ -39,8 +39,8 @@ class Section:
 
     def tables(self, measured: Sequence[Record]) -> list[Table]:
         """Those that have rows; the first without any where none has."""
-        made = [filled(table(measured), self.text_columns) for table in (self.table, self.also)]
-        return [table for table in made if table[1]] or made[:1]
+        candidates = [filled(table(measured), self.text_columns) for table in (self.table, self.also)]
+        return [table for table in candidates if table[1]] or candidates[:1]
 
 
 #: The section of a record.
@@ -63,29 +63,29 @@ def by_operation(r: Record) -> Section:
 
 
 def _ratio_said(measured: Sequence[Record]) -> Sequence[str]:
-    compared = any(r.formats in ("bf16", "fp16") for r in measured)
-    return ("vs 16-bit: time over that of the fastest 16-bit implementation; below 1 is faster.",) if compared else ()
+    has_16_bit = any(r.formats in ("bf16", "fp16") for r in measured)
+    return ("vs 16-bit: time over that of the fastest 16-bit implementation; below 1 is faster.",) if has_16_bit else ()
 
 
 def by_section(measured: Sequence[Record], section_of: SectionOf) -> list[tuple[Section, list[Record]]]:
     """The records by section, in the order in which sections first occur."""
-    found: dict[str, tuple[Section, list[Record]]] = {}
+    sections: dict[str, tuple[Section, list[Record]]] = {}
     for r in measured:
         section = section_of(r)
-        found.setdefault(section.title, (section, []))[1].append(r)
-    return list(found.values())
+        sections.setdefault(section.title, (section, []))[1].append(r)
+    return list(sections.values())
 
 
 def show(session: Session, section: Section) -> None:
     """Print the table of a session's records, its notes and sentences, and how many targets were met."""
-    measured = session.records
-    if not measured or session.options.json:
+    records = session.records
+    if not records or session.options.json:
         return
-    session.show_tables(f"{section.title} on {session.device.name}", section.tables(measured), section.text_columns)
-    for r in measured:
+    session.show_tables(f"{section.title} on {session.device.name}", section.tables(records), section.text_columns)
+    for r in records:
         if r.note:
             session.say(f"{r.case} {r.formats}: {r.note}")
-    for sentence in section.says(measured):
+    for sentence in section.says(records):
         session.say(sentence)
-    if any(r.bars for r in measured):
-        session.say(count_text(measured))
+    if any(r.bars for r in records):
+        session.say(count_text(records))

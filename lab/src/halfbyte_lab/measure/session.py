@@ -170,10 +170,10 @@ class Session:
 
     def part(self, graphs: Effort, study: str = "") -> Session:
         """A session with records of its own, in the same environment and with the rooflines that are known here."""
-        made = copy.copy(self)
-        made.graphs, made.effort, made.study, made.records = graphs, self._effort(graphs), study, []
-        made.roofline = Roofline(self.device, self.threads, made.effort, self.roofline.known)
-        return made
+        session = copy.copy(self)
+        session.graphs, session.effort, session.study, session.records = graphs, self._effort(graphs), study, []
+        session.roofline = Roofline(self.device, self.threads, session.effort, self.roofline.known)
+        return session
 
     def copies(self, nbytes: int) -> int:
         """How many copies of a working set make a rotation on this device."""
@@ -259,14 +259,14 @@ class Session:
     def measure(self, case: Case) -> list[Record]:
         """The records of one case: those that keep their accuracy promise, before and after, are timed in turn; the others say why
         not."""
-        wanted = [c for c in case.candidates() if self.wants(case.name, c.formats, c.implementation)]
+        candidates = [c for c in case.candidates() if self.wants(case.name, c.formats, c.implementation)]
         trials = {
-            str(i): Trial(f"{c.implementation} {c.formats}", Work(c.fns), one_by_one(c.accuracy)) for i, c in enumerate(wanted)
+            str(i): Trial(f"{c.implementation} {c.formats}", Work(c.fns), one_by_one(c.accuracy)) for i, c in enumerate(candidates)
         }
         outcomes = self.time(trials)
         kernels = self.kernel_seconds({i: trials[i].work for i, outcome in outcomes.items() if outcome.timing})
-        found = [self._record(case, c, outcomes[str(i)]) for i, c in enumerate(wanted)]
-        return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(found)]
+        records = [self._record(case, c, outcomes[str(i)]) for i, c in enumerate(candidates)]
+        return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(records)]
 
     def time(self, trials: Mapping[str, Trial]) -> dict[str, Outcome]:
         """What comes of trials that are sampled in turn."""
@@ -274,8 +274,8 @@ class Session:
             return run_trials(trials, self.device, self.effort)
 
     def _record(self, case: Case, who: Candidate, outcome: Outcome) -> Record:
-        refused, timing = outcome.refused, outcome.timing
-        blank = Record(case.op, case.shape, who.formats, who.implementation, who.nbytes, self.environment, refused=refused)
+        refusal, timing = outcome.refused, outcome.timing
+        blank = Record(case.op, case.shape, who.formats, who.implementation, who.nbytes, self.environment, refused=refusal)
         record = with_accuracy(blank, outcome.accuracy) if outcome.accuracy else blank
         if not timing or not outcome.accuracy:
             return record

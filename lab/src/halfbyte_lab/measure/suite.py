@@ -52,10 +52,10 @@ def run(session: Session, suites: Sequence[Suite]) -> None:
     Ctrl-C ends the measuring: what was measured is shown all the same.
     """
     parts = [(suite, session.part(suite.effort, suite.study)) for suite in suites]
-    planned = [(part, suite.jobs(part)) for suite, part in parts]
+    schedule = [(part, suite.jobs(part)) for suite, part in parts]
     if session.device.kind == "cuda":
         try:
-            _compile(session, planned)
+            _compile(session, schedule)
         except KeyboardInterrupt:
             session.interrupted = True
             return
@@ -63,16 +63,16 @@ def run(session: Session, suites: Sequence[Suite]) -> None:
         session.show_roofline()
     if session.device.kind != "cuda" and any(suite.study for suite in suites):
         session.say("no GPU here: studies run small, on the CPU")
-    with session.steps(sum(len(jobs) for _, jobs in planned)) as steps:
-        for part, jobs in planned:
+    with session.steps(sum(len(jobs) for _, jobs in schedule)) as steps:
+        for part, jobs in schedule:
             session.records += part.run(jobs, steps)
             session.interrupted, session.broken = part.interrupted, part.broken
             if part.interrupted or part.broken:
                 break
     for suite, part in parts:
         show(part, suite.section)
-    ended = session.interrupted or session.broken
-    if session.options.kernels and not ended and (why := session.no_kernel_times):
+    is_over = session.interrupted or session.broken
+    if session.options.kernels and not is_over and (why := session.no_kernel_times):
         session.say(f"no times of kernels by CUPTI: {why}; times by events stand alone")
     if session.records and session.options.output is not None:
         session.say(f"records appended to {session.options.output}")

@@ -15,21 +15,21 @@ HEADERS = ("case", "formats", "implementation", "time (ms)", "vs 16-bit", "of ro
 def filled(table: Table, text_columns: int) -> Table:
     """A table without columns of numbers that no row has, such as those that only a GPU gives."""
     headers, rows = table
-    kept = [i for i in range(len(headers)) if i < text_columns or any(row[i] for row in rows)]
-    return [headers[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    columns = [i for i in range(len(headers)) if i < text_columns or any(row[i] for row in rows)]
+    return [headers[i] for i in columns], [[row[i] for i in columns] for row in rows]
 
 
-def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
+def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
     """The rows of the table, as text. "vs 16-bit" is the time over that of the fastest 16-bit one of the run: below 1 is faster."""
-    measured = list(measured)
+    records = list(records)
     rows: list[tuple[str, ...]] = []
-    for r in measured:
+    for r in records:
         head = (describe_shape(r.shape) or r.case, r.formats, r.implementation)
         error = "" if r.error is None else f"{r.error:.2g}"
         if r.seconds is None or r.p10 is None or r.p90 is None:
             rows.append((*head, "refused" if r.refused else "", "", "", error, "", ""))
             continue
-        baseline = fastest_16_bit(measured, r)
+        baseline = fastest_16_bit(records, r)
         ratio = "" if baseline is None else f"{r.seconds / baseline:.2f}x"
         rate, share = f"{r.gb_per_s or 0:.1f}", f"{100 * (r.roof_share or 0):.0f} %"
         spread = f"{1e3 * r.p10:.3g} - {1e3 * r.p90:.3g}"

@@ -100,8 +100,8 @@ def copies_beyond_l2(nbytes: int, l2_bytes: int, limit_bytes: int = 2**30, most:
     """
     check(nbytes > 0, f"nbytes={nbytes}; a working set has at least one byte")
     check(l2_bytes >= 0, f"l2_bytes={l2_bytes}; it must not be negative")
-    wanted = 1 + math.ceil(2 * l2_bytes / nbytes)
-    return max(1, min(wanted, limit_bytes // nbytes, most))
+    count = 1 + math.ceil(2 * l2_bytes / nbytes)
+    return max(1, min(count, limit_bytes // nbytes, most))
 
 
 def rotation_copies(nbytes: int, device: Device) -> int:
@@ -188,8 +188,8 @@ def summary(samples: Sequence[float], method: str) -> Timing:
     """Median and percentiles of samples."""
 
     def at(share: float) -> float:
-        ordered = sorted(samples)
-        return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+        ascending = sorted(samples)
+        return ascending[min(len(ascending) - 1, round(share * (len(ascending) - 1)))]
 
     return Timing(statistics.median(samples), at(0.1), at(0.9), len(samples), method)
 

@@ -64,9 +64,9 @@ def run_trials(trials: Mapping[K, Trial], device: Device, effort: Effort) -> dic
         names = {str(i): key for i, key in enumerate(samplers)}
         samples = sample_in_turn({name: samplers[key] for name, key in names.items()}, effort) if samplers else {}
         for name, key in names.items():
-            found = _judged(trials[key], samplers[key].run(), ", as it was timed")
-            timing = None if found.refused else summary(samples[name], samplers[key].method)
-            outcomes[key] = Outcome(found.accuracy, timing, found.refused)
+            outcome = _judged(trials[key], samplers[key].run(), ", as it was timed")
+            timing = None if outcome.refused else summary(samples[name], samplers[key].method)
+            outcomes[key] = Outcome(outcome.accuracy, timing, outcome.refused)
     return outcomes
 
 

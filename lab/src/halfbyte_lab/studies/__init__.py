@@ -67,5 +67,5 @@ def study(name: str) -> Study:
     """The study of that name; its file is read now. Raises `InvalidArgument`."""
     if name not in QUESTIONS:
         raise InvalidArgument(f"study {name!r}; choose one of: {', '.join(QUESTIONS)}")
-    found: Study = import_module(f"{__name__}.{name.replace('-', '_')}").STUDY
-    return found
+    definition: Study = import_module(f"{__name__}.{name.replace('-', '_')}").STUDY
+    return definition

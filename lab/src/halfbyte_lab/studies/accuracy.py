@@ -65,7 +65,7 @@ def jobs(session: Session) -> list[Job]:
     quick = session.options.quick
     text, keys_text = (QUICK_TEXT, QUICK_KEYS_TEXT) if quick else (TEXT, KEYS_TEXT)
     caches, weights = [*every_kv_setting(), Setting("int8", "int8", rotate_keys=True)], every_weight_setting()
-    keys = [(name, turned) for name, fmt in KV_FORMATS.items() if fmt.is_quantized for turned in (False, True)]
+    keys = [(name, rotated) for name, fmt in KV_FORMATS.items() if fmt.is_quantized for rotated in (False, True)]
     if quick:
         caches, weights = ([s for s in group if formats_of(s) in QUICK] for group in (caches, weights))
         keys = [pair for pair in keys if _name(*pair) in QUICK]
@@ -95,13 +95,13 @@ class QualityJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The record of the 16-bit run, then one for each setting."""
-        wanted = [s for s in self.settings if session.wants(self.name, formats_of(s), "halfbyte")]
-        if not wanted:
+        selection = [s for s in self.settings if session.wants(self.name, formats_of(s), "halfbyte")]
+        if not selection:
             return
         model, tokens = shipped(session.device.torch, self.outliers)
         cut = windows(tokens, self.length, self.count)
         with fixed_threads(session.threads):
-            yield from quality_records(session, self.op, self.name, model, cut, wanted)
+            yield from quality_records(session, self.op, self.name, model, cut, selection)
 
 
 def quality_records(
@@ -109,10 +109,10 @@ def quality_records(
 ) -> Iterator[Record]:
     """The record of the 16-bit run, then one for each setting; `cut` [windows, T]. One whose kernels break a promise is refused."""
     layers, (count, length) = recorded_heads(model, cut), cut.shape
-    plain, *broken = [broken_promise(model, layers, s) for s in (Setting(), *settings)]
-    why = dict(zip(settings, [plain or mine for mine in broken], strict=True))
-    kept = [s for s in settings if not why[s]]
-    results = evaluate(model, [Setting(), *kept], cut, chunk=CHUNK, batch=count) if kept else []
+    plain, *reasons = [broken_promise(model, layers, s) for s in (Setting(), *settings)]
+    why = dict(zip(settings, [plain or mine for mine in reasons], strict=True))
+    usable = [s for s in settings if not why[s]]
+    results = evaluate(model, [Setting(), *usable], cut, chunk=CHUNK, batch=count) if usable else []
     for result in results:
         yield quality_record(session, op, case, (count, length), model, result, results[0])
     for s in (s for s in settings if why[s]):
@@ -154,8 +154,8 @@ def quality_record(
     if weights is None:
         bits, nbytes = 16 * result.kv_bytes_per_token / base.kv_bytes_per_token, round(result.kv_bytes_per_token)
     else:
-        saved, parameters = quantized_bytes(model, weight_format(weights))
-        bits, nbytes = 16 - 8 * saved / parameters, result.weight_bytes
+        saving, parameters = quantized_bytes(model, weight_format(weights))
+        bits, nbytes = 16 - 8 * saving / parameters, result.weight_bytes
     shape = dict(zip(("windows", "T"), text, strict=True))
     return Record(
         *(op, shape, formats_of(result.setting), "halfbyte", nbytes, session.environment),
@@ -182,22 +182,22 @@ class KeysJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """One record for each format; one whose kernel breaks its promise is refused."""
-        wanted = [pair for pair in self.keys if session.wants(self.name, _name(*pair), "halfbyte")]
-        if not wanted:
+        selection = [pair for pair in self.keys if session.wants(self.name, _name(*pair), "halfbyte")]
+        if not selection:
             return
         with torch.no_grad(), fixed_threads(session.threads):
             model, tokens = shipped(session.device.torch, self.outliers)
             layers = recorded_heads(model, windows(tokens, self.length, self.count))
             if self.name == BIASED:
                 layers = [heads.with_key_bias() for heads in layers]
-            for keys, rotated in wanted:
+            for keys, rotated in selection:
                 yield self._record(session, layers, keys, rotated)
 
     def _record(self, session: Session, layers: Sequence[Heads], keys: str, rotated: bool) -> Record:
         shape = {"B": self.count, "T": self.length}
-        stored = (self.count, layers[0].k.shape[1], self.length, layers[0].k.shape[3])
+        cache_shape = (self.count, layers[0].k.shape[1], self.length, layers[0].k.shape[3])
         fmt = KV_FORMATS[keys]
-        blank = Record(KEYS, shape, _name(keys, rotated), "halfbyte", fmt.nbytes(stored), session.environment, case=self.name)
+        blank = Record(KEYS, shape, _name(keys, rotated), "halfbyte", fmt.nbytes(cache_shape), session.environment, case=self.name)
         try:
             errors = [key_error(heads, keys, rotated) for heads in layers]
         except Exception as error:
@@ -207,7 +207,7 @@ class KeysJob:
             blank,
             error=whole,
             error_kind="relative L2 of attention's output",
-            bits=fmt.bits_per_element(stored),
+            bits=fmt.bits_per_element(cache_shape),
             by_layer=tuple(e / n for e, n in errors),
         )
 
@@ -264,49 +264,49 @@ def _row(r: Record) -> tuple[str, ...]:
 
 def front(records: Sequence[Record]) -> list[Record]:
     """The records with a fifth less error than any of this list with fewer bits: those worth a name in a crowded chart."""
-    kept: list[Record] = []
+    points: list[Record] = []
     for r in sorted(records, key=lambda r: (r.bits or 0.0, r.error or 0.0)):
-        if not kept or (r.error or 0.0) < 0.8 * (kept[-1].error or 0.0):
-            kept.append(r)
-    return kept
+        if not points or (r.error or 0.0) < 0.8 * (points[-1].error or 0.0):
+            points.append(r)
+    return points
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """KL divergence against bits, the fronts named; error of attention by layer for keys as they are and with a bias."""
-    made = []
+    figures = []
     quality = [r for r in measured if r.op == QUALITY and r.error and r.bits]
     if quality:
-        named = [id(r) for case in (CACHES, WEIGHTS) for r in front([r for r in quality if r.case == case])]
-        points = [charts.Point(r.formats if id(r) in named else "", r.bits or 0.0, r.error or 0.0, r.case) for r in quality]
+        on_front = [id(r) for case in (CACHES, WEIGHTS) for r in front([r for r in quality if r.case == case])]
+        points = [charts.Point(r.formats if id(r) in on_front else "", r.bits or 0.0, r.error or 0.0, r.case) for r in quality]
         title = "Divergence from the 16-bit run against bits"
         x_label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
-        made.append(charts.scatter(points, x_label=x_label, y_label="mean KL divergence, nats", title=title, log_y=True))
+        figures.append(charts.scatter(points, x_label=x_label, y_label="mean KL divergence, nats", title=title, log_y=True))
     for case, what in ((PLAIN, "as they are"), (BIASED, f"bias of {BIAS:.0f} in two channels")):
         by_name = {r.formats: r.by_layer for r in measured if r.op == KEYS and r.case == case and r.by_layer}
-        shown = {name: by_name[name] for name in DRAWN if name in by_name}
-        if shown:
+        series = {name: by_name[name] for name in DRAWN if name in by_name}
+        if series:
             title = f"Error of attention over quantized keys, {what}"
-            made.append(charts.lines(shown, x_label="layer", y_label="relative error of the output", title=title, log_y=True))
-    return made
+            figures.append(charts.lines(series, x_label="layer", y_label="relative error of the output", title=title, log_y=True))
+    return figures
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """Perplexity of some caches and of 4-bit weights; what rotation does to 4-bit keys."""
-    told = []
+    sentences = []
     caches = {r.formats: r for r in measured if r.op == QUALITY and r.case == CACHES and r.change is not None}
     if caches:
-        shown = [name for name in ("int8", "int8 / int4_g32", "int4_g32", "int4") if name in caches]
-        parts = [f"{name} ({caches[name].bits:.1f} bits) {caches[name].change:+.2f} %" for name in shown]
+        names = [name for name in ("int8", "int8 / int4_g32", "int4_g32", "int4") if name in caches]
+        parts = [f"{name} ({caches[name].bits:.1f} bits) {caches[name].change:+.2f} %" for name in names]
         four = [r.change or 0.0 for r in measured if r.case == WEIGHTS and (r.bits or 16) < 7]
         weights = f"; 4-bit weights change it by {min(four):+.2f} to {max(four):+.2f} %" if four else ""
-        told.append(f"Perplexity against the 16-bit run, by cache: {', '.join(parts)}{weights}.")
-    plain, biased = (_errors(measured, case) for case in (PLAIN, BIASED))
-    if both := [name for name in DRAWN if name in plain and name in biased]:
-        parts = [f"{name} {plain[name]:.2g} and {biased[name]:.2g}" for name in both]
-        told.append(
+        sentences.append(f"Perplexity against the 16-bit run, by cache: {', '.join(parts)}{weights}.")
+    plain, with_bias = (_errors(measured, case) for case in (PLAIN, BIASED))
+    if both := [name for name in DRAWN if name in plain and name in with_bias]:
+        parts = [f"{name} {plain[name]:.2g} and {with_bias[name]:.2g}" for name in both]
+        sentences.append(
             f"Relative error of attention over quantized keys, as they are and with a bias of {BIAS:.0f}: {', '.join(parts)}."
         )
-    return told
+    return sentences
 
 
 def _errors(measured: Sequence[Record], case: str) -> dict[str, float]:

@@ -76,9 +76,9 @@ class CapacityJob:
         step = self._step
         if not step.batch or not session.wants(self.name, self.formats, "halfbyte"):
             return
-        found = [replace(r, op=OP, case=self.name, shape={**r.shape, "fits": step.batch}) for r in step.measure(session)]
-        timed = [r for r in found if r.seconds]
-        yield from [min(timed, key=lambda r: r.seconds or 0.0)] if timed else found
+        records = [replace(r, op=OP, case=self.name, shape={**r.shape, "fits": step.batch}) for r in step.measure(session)]
+        fits = [r for r in records if r.seconds]
+        yield from [min(fits, key=lambda r: r.seconds or 0.0)] if fits else records
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def derived(recorded: Sequence[Record]) -> list[Record]:
     for r in latest(recorded):
         if r.op == decode_70b.OP and r.seconds:
             batches = fastest.setdefault((r.shape["T"], r.formats), {})
-            known = batches.get(r.shape["B"])
-            if known is None or r.seconds < (known.seconds or 0.0):
+            best = batches.get(r.shape["B"])
+            if best is None or r.seconds < (best.seconds or 0.0):
                 batches[r.shape["B"]] = r
     order = sorted((key for key, steps in fastest.items() if len(steps) > 2), key=lambda key: (key[0], FORMATS.index(key[1])))
     return [_derived(*key, fastest[key]) for key in order if key[0] in CONTEXTS]
@@ -122,16 +122,16 @@ def _derived(context: int, formats: str, steps: dict[int, Record]) -> Record:
     blank = Record(OP, shape, formats, last.implementation, rank.step_bytes(batch, context, formats, True), last.environment)
     how = f"{DERIVED}: a line through recorded steps of batch {', '.join(map(str, nearest(list(steps), batch)))}"
     kind = "of the step at the largest recorded batch, by a line through the two before"
-    timed = replace(blank, seconds=seconds, p10=seconds, p90=seconds, method=how)
-    return replace(timed, case=f"capacity, {context:,} tokens", error=off, error_kind=kind)
+    record = replace(blank, seconds=seconds, p10=seconds, p90=seconds, method=how)
+    return replace(record, case=f"capacity, {context:,} tokens", error=off, error_kind=kind)
 
 
 def nearest(batches: Sequence[int], batch: int) -> tuple[int, int]:
     """The recorded batches around `batch`, or the two largest."""
-    ordered = sorted(batches)
-    above = next((i for i, b in enumerate(ordered) if b >= batch), len(ordered) - 1)
+    ascending = sorted(batches)
+    above = next((i for i, b in enumerate(ascending) if b >= batch), len(ascending) - 1)
     above = max(1, above)
-    return ordered[above - 1], ordered[above]
+    return ascending[above - 1], ascending[above]
 
 
 def line(seconds: dict[int, float], batch: int) -> float:
@@ -194,14 +194,14 @@ def says(measured: Sequence[Record]) -> list[str]:
     others = [r for r in measured if r.case == plain.case and r.formats != PLAIN and r.seconds]
     parts = [f"{r.formats} {tokens_per_second(r):,.0f} ({tokens_per_second(r) / tokens_per_second(plain):.2f}x)" for r in others]
     context, most = plain.case.removeprefix("capacity, "), f"{tokens_per_second(plain):,.0f}"
-    told = [f"Over {context} a bf16 cache gives {most} tokens/s, {', '.join(parts)}." if parts else ""]
+    sentences = [f"Over {context} a bf16 cache gives {most} tokens/s, {', '.join(parts)}." if parts else ""]
     if any(r.method.startswith(DERIVED) for r in measured):
         off = [r.error for r in measured if r.op == OP and r.error is not None]
-        told.append(
+        sentences.append(
             f"Derived from recorded steps of decode-70b and not measured, up to {BEYOND} times their largest batch; a line through "
             f"the two batches before that one misses its step by {100 * min(off):.0f} to {100 * max(off):.0f} %."
         )
-    return [sentence for sentence in told if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 STUDY = Study("capacity", jobs, table, drawn, says, text_columns=2, effort=MANY_GRAPHS, derive=derived)

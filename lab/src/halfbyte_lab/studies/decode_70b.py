@@ -57,8 +57,8 @@ TIMED = 4
 def jobs(session: Session) -> list[Job]:
     """One job for each batch and context of one rank, whose weights are made once; then one for each number of ranks."""
     batches, contexts = SIZES[session.device.kind, session.options.quick]
-    timed = TIMED if session.device.kind == "cuda" else 1
-    model = Model(ONE_OF_EIGHT, session.device, timed, session.copies(ONE_OF_EIGHT.head_bytes))
+    count = TIMED if session.device.kind == "cuda" else 1
+    model = Model(ONE_OF_EIGHT, session.device, count, session.copies(ONE_OF_EIGHT.head_bytes))
     return [*(StepJob(model, batch, context) for batch in batches for context in contexts), *whole_model.jobs(session)]
 
 
@@ -74,10 +74,12 @@ class Run:
     def logits(self) -> torch.Tensor:
         """Run all layers and the head once; the logits. Every layer's attention must keep its promise."""
         results = cast(list[tuple[torch.Tensor, torch.Tensor]], self.layers.run())
-        found = [Promise(q, held_by(cache)).judge([out]) for (q, out), cache in zip(results, self.rotation.caches, strict=True)]
-        for accuracy in found:
+        accuracies = [
+            Promise(q, held_by(cache)).judge([out]) for (q, out), cache in zip(results, self.rotation.caches, strict=True)
+        ]
+        for accuracy in accuracies:
             accuracy.require("attention of a layer")
-        self.accuracy = max(found, key=lambda a: a.error)
+        self.accuracy = max(accuracies, key=lambda a: a.error)
         logits = cast(torch.Tensor, self.head.run()[-1])
         if not bool(torch.isfinite(logits).all()):
             raise BenchmarkRefused("the logits are not finite")
@@ -111,18 +113,18 @@ class StepJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each way, and how far the logits of INT4 are from those of BF16."""
-        wanted = [e for e in entries(session.device.kind, self.formats) if session.wants(self.name, e.formats, e.implementation)]
-        if not wanted:
+        selection = [e for e in entries(session.device.kind, self.formats) if session.wants(self.name, e.formats, e.implementation)]
+        if not selection:
             return
         session.free()
-        records = [self._case.blank(session, e) for e in wanted]
+        records = [self._case.blank(session, e) for e in selection]
         with torch.no_grad(), fixed_threads(session.threads):
             runs: dict[int, Run] = {}
             logits: dict[int, torch.Tensor] = {}
-            for i, entry in enumerate(wanted):
+            for i, entry in enumerate(selection):
                 if not records[i].refused:
                     try:
-                        runs[i] = self._ready(session, entry, [(wanted[j], run) for j, run in runs.items()])
+                        runs[i] = self._ready(session, entry, [(selection[j], run) for j, run in runs.items()])
                         logits[i] = runs[i].logits()
                     except Exception as error:
                         runs.pop(i, None)
@@ -139,8 +141,8 @@ class StepJob:
 
     def _ready(self, session: Session, entry: Entry, others: Sequence[tuple[Entry, Run]]) -> Run:
         """The step over caches of its own, or over those of another way in the same format."""
-        shared = [run.rotation for other, run in others if other.formats == entry.formats]
-        rotation = shared[0] if shared else self._case.filled(entry.formats, session.device.torch)
+        rotations = [run.rotation for other, run in others if other.formats == entry.formats]
+        rotation = rotations[0] if rotations else self._case.filled(entry.formats, session.device.torch)
         step = Step(self.model, rotation.caches, self.context, entry.attend)
         fns = [partial(step.layer, i) for i in range(self.model.count)]
         layers = make_sampler("layers", Work(fns, rotation.restore_short), session.device, session.effort)
@@ -219,8 +221,8 @@ def best(measured: Sequence[Record], case: str, formats: str) -> Record | None:
     """The fastest record of a case in a format; without a time, one that says why; None without any."""
     ops, mine = (OP, whole_model.OP), [r for r in measured if (r.case, r.formats) == (case, formats)]
     mine = [r for r in mine if r.op in ops and r.implementation != whole_model.BY_NCCL]
-    timed = [r for r in mine if r.seconds]
-    return min(timed, key=lambda r: r.seconds or 0.0) if timed else next(iter(mine), None)
+    candidates = [r for r in mine if r.seconds]
+    return min(candidates, key=lambda r: r.seconds or 0.0) if candidates else next(iter(mine), None)
 
 
 def cases(measured: Sequence[Record], op: str = OP) -> list[str]:
@@ -231,7 +233,7 @@ def cases(measured: Sequence[Record], op: str = OP) -> list[str]:
 
 def gain(measured: Sequence[Record], case: str) -> float | None:
     """How many times faster the step is with the faster INT4 cache than with BF16."""
-    times = {f: found.seconds for f in NAMES if (found := best(measured, case, f)) and found.seconds}
+    times = {f: record.seconds for f in NAMES if (record := best(measured, case, f)) and record.seconds}
     plain = times.pop(PLAIN, None)
     return plain / min(times.values()) if plain and times else None
 
@@ -250,10 +252,10 @@ def _row(measured: Sequence[Record], case: str) -> tuple[str, ...]:
 
 def _figures(measured: Sequence[Record], case: str) -> tuple[str, ...]:
     """Bytes, milliseconds and the gain: what the tables share."""
-    found, faster = {f: best(measured, case, f) for f in NAMES}, gain(measured, case)
+    by_format, faster = {f: best(measured, case, f) for f in NAMES}, gain(measured, case)
     return (
-        *(f"{r.nbytes / 1e9:.1f}" if (r := found[f]) else "" for f in (PLAIN, FORMATS[1])),
-        *(_ms(r) for r in found.values()),
+        *(f"{r.nbytes / 1e9:.1f}" if (r := by_format[f]) else "" for f in (PLAIN, FORMATS[1])),
+        *(_ms(r) for r in by_format.values()),
         f"{faster:.2f}x" if faster else "",
     )
 
@@ -264,11 +266,11 @@ def whole_table(measured: Sequence[Record]) -> Table:
 
 
 def _whole_row(measured: Sequence[Record], case: str) -> tuple[str, ...]:
-    timed = [r for f in NAMES if (r := best(measured, case, f)) and r.seconds]
-    per_second = {r.formats: f"{r.shape['B'] / (r.seconds or math.inf):,.0f}" for r in timed}
-    summed = next((found[1] for r in timed if (found := re.search(r"all-reduce: ([\w-]+)", r.method))), "")
+    records = [r for f in NAMES if (r := best(measured, case, f)) and r.seconds]
+    per_second = {r.formats: f"{r.shape['B'] / (r.seconds or math.inf):,.0f}" for r in records}
+    backend = next((match[1] for r in records if (match := re.search(r"all-reduce: ([\w-]+)", r.method))), "")
     by_nccl = next((r for r in measured if (r.case, r.implementation) == (case, whole_model.BY_NCCL)), None)
-    return (case, summed, *_figures(measured, case), *(per_second.get(f, "") for f in NAMES), _ms(by_nccl))
+    return (case, backend, *_figures(measured, case), *(per_second.get(f, "") for f in NAMES), _ms(by_nccl))
 
 
 def _ms(r: Record | None) -> str:
@@ -284,8 +286,8 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     whole = _panels(measured, whole_model.OP, "{T:,} tokens, {ranks} ranks", lambda shape: shape["B"])
     one = _panels(measured, OP, "batch {B}", lambda shape: shape["T"] / 1024)
     of_all, of_one = f"All ranks of Llama 2 70B; {ends}", f"One rank of Llama 2 70B; {ends}"
-    charted = (whole, "batch", of_all), (one, "context, K tokens", of_one)
-    return [charts.panels(panels, x_label=label, y_label="ms a step", title=title) for panels, label, title in charted if panels]
+    figures = (whole, "batch", of_all), (one, "context, K tokens", of_one)
+    return [charts.panels(panels, x_label=label, y_label="ms a step", title=title) for panels, label, title in figures if panels]
 
 
 def _panels(
@@ -302,31 +304,35 @@ def _panels(
 
 def says(measured: Sequence[Record]) -> list[str]:
     """The whole model beside what was published, which is a figure without numbers; then one rank by itself."""
-    told = _told(measured, whole_model.OP, "All layers and their all-reduces, random weights")
-    return [*told, *([PUBLISHED] if told else []), *_told(measured, OP, "One rank with random weights and without an all-reduce")]
+    sentences = _told(measured, whole_model.OP, "All layers and their all-reduces, random weights")
+    return [
+        *sentences,
+        *([PUBLISHED] if sentences else []),
+        *_told(measured, OP, "One rank with random weights and without an all-reduce"),
+    ]
 
 
 def _told(measured: Sequence[Record], op: str, what: str) -> list[str]:
     """The case with the most tokens that both formats hold, and what BF16 cannot hold."""
-    found = cases(measured, op)
-    gains = {case: times for case in found if (times := gain(measured, case))}
-    told = []
+    all_cases = cases(measured, op)
+    gains = {case: times for case in all_cases if (times := gain(measured, case))}
+    sentences = []
     if gains:
         tokens = {r.case: r.shape["B"] * r.shape["T"] for r in measured if r.case in gains}
         case, least, most = max(reversed(gains), key=tokens.__getitem__), min(gains.values()), max(gains.values())
         plain, head, g32 = (_ms(best(measured, case, f)) for f in NAMES)
         over = f"; over {len(gains)} cases the faster one takes {1 / most:.2f} to {1 / least:.2f} of the time of BF16"
         sizes, on, ranks = case.partition(" on ")
-        told.append(
+        sentences.append(
             f"{what}: at {sizes} tokens{on}{ranks}{' ranks' * bool(on)} a step takes {plain} ms with a BF16 cache, "
             f"{head} ms with INT4 per head, {g32} ms with INT4 in groups of 32{over * (len(gains) > 1)}."
         )
-    missing = [c for c in found if (r := best(measured, c, PLAIN)) and not r.seconds and NOT_HELD in r.refused]
-    held = [c for c in missing if (r := best(measured, c, FORMATS[1])) and r.seconds]
+    missing = [c for c in all_cases if (r := best(measured, c, PLAIN)) and not r.seconds and NOT_HELD in r.refused]
+    fits = [c for c in missing if (r := best(measured, c, FORMATS[1])) and r.seconds]
     if missing:
-        whole = f"{len(missing)} of {len(found)} cases do not fit in this memory with a BF16 cache"
-        told.append(f"{whole} ({'; '.join(missing)}), and {len(held)} of these do with INT4 in groups of 32.")
-    return told
+        whole = f"{len(missing)} of {len(all_cases)} cases do not fit in this memory with a BF16 cache"
+        sentences.append(f"{whole} ({'; '.join(missing)}), and {len(fits)} of these do with INT4 in groups of 32.")
+    return sentences
 
 
 STUDY = Study("decode-70b", jobs, whole_table, drawn, says, text_columns=2, effort=MANY_GRAPHS, also=table)

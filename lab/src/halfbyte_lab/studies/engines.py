@@ -95,14 +95,14 @@ class StepJob:
     def _in_16_bits(self, session: Session, step: Step) -> Iterator[Record]:
         """torch's attention, and FlashInfer's where it is installed and every request decodes."""
         session.free()
-        held = Dense.tokens(step)
+        pairs = Dense.tokens(step)
         variants = {
             n: a for n, a in sdpa_variants(session.device.kind, Q_HEADS > KV_HEADS).items() if session.wants(self.name, "bf16", n)
         }
         for name, attention in variants.items():
-            yield from self._timed(session, step, [Dense(step, name, attention, held)], {name: _way(ATTENTION, step)})
+            yield from self._timed(session, step, [Dense(step, name, attention, pairs)], {name: _way(ATTENTION, step)})
         if find_spec("flashinfer") and not self.requests.prompt:
-            q, (k, v) = step.q[:, :, None], held[0]
+            q, (k, v) = step.q[:, :, None], pairs[0]
             for peer in attention_baselines(session, self.name, q, k, v, ("bf16", "fp8")):
                 if peer.implementation.startswith("flashinfer"):
                     trial = Trial(peer.implementation, Work(peer.fns), one_by_one(peer.accuracy))
@@ -183,9 +183,9 @@ class HostJob:
                 wait = partial(torch.cuda.synchronize, session.device.torch) if session.device.kind == "cuda" else lambda: None
                 for name, timing in overhead.host_seconds(calls, wait).items():
                     blank = Record(HOST, {"B": requests.decodes, "L": requests.prompt}, FORMATS[1], name, 0, session.environment)
-                    named = replace(blank, case=f"{self.name}, {'mixed' if requests.prompt else 'decode'}")
+                    record = replace(blank, case=f"{self.name}, {'mixed' if requests.prompt else 'decode'}")
                     yield replace(
-                        named, seconds=timing.median, p10=timing.p10, p90=timing.p90, repeats=timing.repeats, method=timing.method
+                        record, seconds=timing.median, p10=timing.p10, p90=timing.p90, repeats=timing.repeats, method=timing.method
                     )
 
     def _calls(self, session: Session, requests: Requests) -> dict[str, Call]:
@@ -221,7 +221,7 @@ def _build(step: Step) -> Call:
     builder = HalfbyteBuilder.__new__(HalfbyteBuilder)  # `build` reads nothing else of an engine
     builder.reorder_batch_threshold = 1
     requests = step.requests
-    given = CommonAttentionMetadata(
+    metadata = CommonAttentionMetadata(
         query_start_loc=step.cu_seqlens_q,
         query_start_loc_cpu=step.cu_seqlens_q.cpu(),
         seq_lens=step.lengths,
@@ -232,7 +232,7 @@ def _build(step: Step) -> Call:
         block_table_tensor=step.page_table,
         slot_mapping=step.slots,
     )
-    return partial(builder.build, 0, given)
+    return partial(builder.build, 0, metadata)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
@@ -260,42 +260,42 @@ def _row(measured: Sequence[Record], r: Record) -> tuple[str, ...]:
 
 
 def _seconds(measured: Sequence[Record], like: Record, implementation: str) -> float | None:
-    wanted = (OP, like.case, like.formats, implementation)
-    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == wanted), None)
+    target = (OP, like.case, like.formats, implementation)
+    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == target), None)
 
 
 def faster(measured: Sequence[Record], part: str, than: str, formats: str = "") -> dict[str, float]:
     """How many times as fast a part of halfbyte's step is as another implementation, by case and format."""
-    found = {}
+    speedups = {}
     for r in measured:
         other = _seconds(measured, r, than)
         if r.op == OP and r.implementation == f"halfbyte {part}" and r.seconds and other and formats in ("", r.formats):
-            found[f"{r.case.removeprefix('engines, ')}, {r.formats}"] = other / r.seconds
-    return found
+            speedups[f"{r.case.removeprefix('engines, ')}, {r.formats}"] = other / r.seconds
+    return speedups
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """A step beside vLLM's at the same bits."""
-    found = faster(measured, STEP, f"vllm {STEP}")
-    return [charts.bars(found, x_label="times vLLM's speed", title="Step of an engine")] if found else []
+    speedups = faster(measured, STEP, f"vllm {STEP}")
+    return [charts.bars(speedups, x_label="times vLLM's speed", title="Step of an engine")] if speedups else []
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """Against vLLM at the same bits, against decode_attention and itself with deterministic_batch, and on the host."""
-    told = []
-    against = {f: found for f in FORMATS if (found := faster(measured, STEP, f"vllm {STEP}", f))}
+    sentences = []
+    against = {f: speedups for f in FORMATS if (speedups := faster(measured, STEP, f"vllm {STEP}", f))}
     if against:
-        parts = [f"{_range(found)} times as fast in {f}" for f, found in against.items()]
-        told.append(f"Append and attention of a step run {' and '.join(parts)} as vLLM's kernels at the same bits.")
-    if found := faster(measured, ATTENTION, f"halfbyte {DECODE}"):
-        told.append(f"Over a batch that decodes, attention_varlen is {_range(found)} times as fast as decode_attention.")
-    if found := faster(measured, ATTENTION, f"halfbyte {INVARIANT}"):
-        told.append(f"With deterministic_batch attention takes {_range(found)} times as long.")
+        parts = [f"{_range(speedups)} times as fast in {f}" for f, speedups in against.items()]
+        sentences.append(f"Append and attention of a step run {' and '.join(parts)} as vLLM's kernels at the same bits.")
+    if speedups := faster(measured, ATTENTION, f"halfbyte {DECODE}"):
+        sentences.append(f"Over a batch that decodes, attention_varlen is {_range(speedups)} times as fast as decode_attention.")
+    if speedups := faster(measured, ATTENTION, f"halfbyte {INVARIANT}"):
+        sentences.append(f"With deterministic_batch attention takes {_range(speedups)} times as long.")
     host = [r for r in measured if r.op == HOST and r.seconds]
     if host:
         each = "; ".join(f"{r.implementation} {us(r.seconds)} us ({r.case.rpartition(', ')[2]})" for r in host)
-        told.append(f"Host time of eager calls: {each}.")
-    return told
+        sentences.append(f"Host time of eager calls: {each}.")
+    return sentences
 
 
 def _range(found: Mapping[str, float]) -> str:

@@ -45,15 +45,15 @@ def charts(measured: Sequence[Record]) -> list[str]:
 
 def says(measured: Sequence[Record]) -> list[str]:
     """The two-kernel variant against naive and against 16 bits, by layer and format; what is fastest; one launch against three."""
-    published = "published for GPT-2's layer on an RTX 3090, not measured here: 20 to 25 % faster, 0.80 to 0.83, for MXFP4 and NF4"
+    reference = "published for GPT-2's layer on an RTX 3090, not measured here: 20 to 25 % faster, 0.80 to 0.83, for MXFP4 and NF4"
     naive, sixteen = (_shares(measured, over) for over in (qkv_layers.NAIVE, qkv_layers.SIXTEEN))
-    told = [
-        f"Time of the two-kernel variant over that of naive: {naive} ({published})." * bool(naive),
+    sentences = [
+        f"Time of the two-kernel variant over that of naive: {naive} ({reference})." * bool(naive),
         f"Over that of 16-bit weights: {sixteen}." * bool(sixteen),
         _fastest_said(measured),
         _launches_said(measured),
     ]
-    return [sentence for sentence in told if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _times(measured: Sequence[Record]) -> dict[tuple[str, str, str], float]:
@@ -73,12 +73,12 @@ def _shares(measured: Sequence[Record], over: str) -> str:
 
 def _fastest_said(measured: Sequence[Record]) -> str:
     """Which of the published variants is fastest, by layer and format."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    by_case: dict[tuple[str, str], dict[str, float]] = {}
     for (case, formats, name), seconds in _times(measured).items():
         if name != qkv_layers.SIXTEEN:
-            found.setdefault((case, formats), {})[name] = seconds
+            by_case.setdefault((case, formats), {})[name] = seconds
     parts = [
-        f"{case}, {formats}: {min(times, key=lambda v: times[v])}" for (case, formats), times in found.items() if len(times) > 1
+        f"{case}, {formats}: {min(times, key=lambda v: times[v])}" for (case, formats), times in by_case.items() if len(times) > 1
     ]
     return f"Fastest of the four: {'; '.join(parts)}." if parts else ""
 

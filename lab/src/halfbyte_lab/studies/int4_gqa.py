@@ -93,8 +93,8 @@ class BatchJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The peers' records, then ours, which know the fastest peer."""
-        wanted = [f for f in self.formats if session.wants(self.name, f, "halfbyte")]
-        if not wanted:
+        selection = [f for f in self.formats if session.wants(self.name, f, "halfbyte")]
+        if not selection:
             return
         session.free()
         inputs = Inputs.random(self.problem, session.device.torch)
@@ -103,7 +103,7 @@ class BatchJob:
         yield from peers
         peer = fastest([r for r in peers if r.formats == "bf16"])
         beside = {"peer": peer.implementation, "peer_seconds": peer.seconds} if peer else {}
-        for formats in wanted:
+        for formats in selection:
             ours = measure_variants(session, OP, inputs, formats, partial(self._ways, session, inputs))
             yield from (replace(r, **beside) for r in ours)  # type: ignore[arg-type]
 
@@ -113,36 +113,38 @@ class BatchJob:
         ((k, v),) = inputs.spans
 
         def candidates() -> list[Candidate]:
-            found = attention_baselines(session, self.name, inputs.q, k, v, FORMATS)
-            return [peer for peer in found if self.compiled or peer.implementation != COMPILES]
+            records = attention_baselines(session, self.name, inputs.q, k, v, FORMATS)
+            return [peer for peer in records if self.compiled or peer.implementation != COMPILES]
 
-        found = session.measure(Case(OP, self.name, self.problem.shape.sizes, candidates))
-        return [replace(r, case=self.name) for r in found]
+        records = session.measure(Case(OP, self.name, self.problem.shape.sizes, candidates))
+        return [replace(r, case=self.name) for r in records]
 
     def _ways(self, session: Session, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
         """halfbyte as it plans by itself, and each kernel with each number of splits."""
         q = inputs.q
         if session.device.kind != "cuda":
             return {f"halfbyte {impl}": DecodeVariant(partial(attend, q, impl=impl)) for impl in ("cpu", "reference")}
-        found = {"halfbyte auto": DecodeVariant(partial(attend, q, impl="auto"), sizes=_sizes(by_plan.planned(q, cache, "auto")))}
+        variants = {
+            "halfbyte auto": DecodeVariant(partial(attend, q, impl="auto"), sizes=_sizes(by_plan.planned(q, cache, "auto")))
+        }
         for impl in ("gluon", "triton"):
             with contextlib.suppress(Unsupported):
                 cuts = swept(by_plan.unpaired(by_plan.planned(q, cache, impl)), self.splits, self.context)
                 for count, cut in cuts.items():
                     name = f"halfbyte {impl}, {count} split{'s' * (count > 1)}"
-                    found[name] = DecodeVariant(partial(by_plan.attend, q, plan=cut), sizes=_sizes(cut))
-        return found
+                    variants[name] = DecodeVariant(partial(by_plan.attend, q, plan=cut), sizes=_sizes(cut))
+        return variants
 
 
 def swept(plan: by_plan.Plan, counts: Sequence[int], context: int) -> dict[int, by_plan.Plan]:
     """The plan with each number of splits that its kernel has, without compiling it for other tiles."""
-    found: dict[int, by_plan.Plan] = {}
+    plans: dict[int, by_plan.Plan] = {}
     for count in counts:
         with contextlib.suppress(Unsupported):
             cut = decode_variants.split(plan, count, context)
             if not (isinstance(cut, DecodePlan) and isinstance(plan, DecodePlan) and cut.spec != plan.spec):
-                found[count] = cut
-    return found
+                plans[count] = cut
+    return plans
 
 
 def _sizes(plan: by_plan.Plan) -> dict[str, int]:
@@ -186,7 +188,7 @@ def best(measured: Sequence[Record]) -> list[Record]:
     for r in measured:
         if r.op == OP and r.shape and _kernel(r) != UNSWEPT:
             groups.setdefault((r.case, r.formats, _kernel(r)), []).append(r)
-    return [found for group in groups.values() if (found := fastest(group))]
+    return [record for group in groups.values() if (record := fastest(group))]
 
 
 def _kernel(r: Record) -> str:
@@ -200,8 +202,8 @@ def _shape(r: Record) -> DecodeShape:
 
 def table(measured: Sequence[Record]) -> Table:
     """One row for each case, format and kernel."""
-    found = best(measured)
-    return HEADERS, [_row(r, _fastest_16_bit(found, r.case)) for r in found]
+    records = best(measured)
+    return HEADERS, [_row(r, _fastest_16_bit(records, r.case)) for r in records]
 
 
 def _fastest_16_bit(found: Sequence[Record], case: str) -> Record | None:
@@ -235,8 +237,8 @@ def _published_cells(gpu: str, kernel: str, r: Record) -> tuple[str, str, str]:
 
 def _splits(r: Record) -> str:
     """Programs for each KV head of a sequence, by the name of the implementation or its plan; below one they take several."""
-    named = re.search(r"(\d+) splits?$", r.implementation)
-    count = int(named[1]) if named else r.shape.get("splits") or r.shape.get("programs", 0) / (r.shape["B"] * r.shape["H"])
+    match = re.search(r"(\d+) splits?$", r.implementation)
+    count = int(match[1]) if match else r.shape.get("splits") or r.shape.get("programs", 0) / (r.shape["B"] * r.shape["H"])
     return f"{count:g}" if count else ""
 
 
@@ -255,62 +257,64 @@ _LINES = (
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """Time by batch beside the published ones, and by the number of splits."""
-    found = best(measured)
+    records = best(measured)
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, formats, begins in _LINES:
-        for case in dict.fromkeys(r.case for r in found):
-            r = fastest([r for r in found if r.case == case and r.formats == formats and r.implementation.startswith(begins)])
+        for case in dict.fromkeys(r.case for r in records):
+            r = fastest([r for r in records if r.case == case and r.formats == formats and r.implementation.startswith(begins)])
             if r and r.seconds:
                 lines.setdefault(name, []).append((r.shape["B"], 1e6 * r.seconds))
     theirs = {f"published, H100: {kernel}": list(TIMES["H100"][kernel].items()) for kernel in ("CU INT4", BASELINE)}
-    if any(published("H100", BASELINE, _shape(r)) for r in found):
+    if any(published("H100", BASELINE, _shape(r)) for r in records):
         lines |= {name: [(float(x), float(y)) for x, y in points] for name, points in theirs.items()}
     if not lines:
         return []
     title = "Time of one call by batch, 8 query heads on one KV head"
-    made = [charts.curves(lines, x_label="sequences", y_label="microseconds", title=title, dashed=list(theirs))]
+    figures = [charts.curves(lines, x_label="sequences", y_label="microseconds", title=title, dashed=list(theirs))]
     by_case = _by_splits(measured)
     if by_case:
         title = "Time by the number of splits, over the best of its batch and kernel"
-        made.append(charts.panels(by_case, x_label="splits", y_label="times the best", title=title))
-    return [*made, *rooflines(found)[1:]]
+        figures.append(charts.panels(by_case, x_label="splits", y_label="times the best", title=title))
+    return [*figures, *rooflines(records)[1:]]
 
 
 def _by_splits(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Row-wise INT4 of each kernel, as times of its best, by batch."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for r in measured:
         if r.op == OP and r.formats == ROW_WISE and r.seconds and r.implementation.endswith(("split", "splits")):
-            points = found.setdefault(f"batch {r.shape['B']}", {}).setdefault(_kernel(r), [])
+            points = panels.setdefault(f"batch {r.shape['B']}", {}).setdefault(_kernel(r), [])
             points.append((float(_splits(r)), r.seconds))
     return {
         batch: {name: [(x, y / min(t for _, t in points)) for x, y in points] for name, points in lines.items()}
-        for batch, lines in found.items()
+        for batch, lines in panels.items()
     }
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """What row-wise INT4 takes here, and what was published."""
-    found = best(measured)
-    ours = [r for c in dict.fromkeys(r.case for r in found) if (r := fastest([o for o in found if o.case == c and _is_ours(o)]))]
+    records = best(measured)
+    ours = [
+        r for c in dict.fromkeys(r.case for r in records) if (r := fastest([o for o in records if o.case == c and _is_ours(o)]))
+    ]
     if not ours:
         return []
     device, batches = ours[0].environment.device, _listed([str(r.shape["B"]) for r in ours])
     rates = _between([r.gb_per_s or 0.0 for r in ours], rate_text)
-    ratios = [s.seconds / r.seconds for r in ours if (s := _fastest_16_bit(found, r.case)) and s.seconds and r.seconds]
-    told = f"On {device}, row-wise INT4 takes {_listed([us(r.seconds) for r in ours])} us at batch {batches} ({rates} GB/s)"
-    told += f", {_between(ratios)} times as fast as the fastest BF16 kernel." if ratios else "."
+    ratios = [s.seconds / r.seconds for r in ours if (s := _fastest_16_bit(records, r.case)) and s.seconds and r.seconds]
+    sentence = f"On {device}, row-wise INT4 takes {_listed([us(r.seconds) for r in ours])} us at batch {batches} ({rates} GB/s)"
+    sentence += f", {_between(ratios)} times as fast as the fastest BF16 kernel." if ratios else "."
     shapes = [_shape(r) for r in ours if published("H100", "CU INT4", _shape(r))]
     if not shapes:
         return [
-            told,
+            sentence,
             f"The published figures are of {CONTEXT:,} tokens at batch 32 to 512 on GPUs, with which this does not compare.",
         ]
     times = [published("H100", "CU INT4", shape) or 0 for shape in shapes]
     faster = [(published("H100", BASELINE, shape) or 0) / t for shape, t in zip(shapes, times, strict=True)]
     theirs = f"Published for an H100, not measured here: {_listed([str(t) for t in times])} us"
     beside = f"{theirs}, {_between(faster)} times as fast as Flash-Decoding in BF16."
-    return [told, *_short_of_four(found, ours), *_theirs_said(found), beside]
+    return [sentence, *_short_of_four(records, ours), *_theirs_said(records), beside]
 
 
 def _short_of_four(found: Sequence[Record], ours: Sequence[Record]) -> list[str]:
@@ -328,12 +332,12 @@ def _short_of_four(found: Sequence[Record], ours: Sequence[Record]) -> list[str]
 
 def _theirs_said(found: Sequence[Record]) -> list[str]:
     """The kernel of the published figures, where it was measured, too."""
-    told = []
+    sentences = []
     for kernel, groups in THEIRS.items():
         if theirs := [r for r in found if _kernel(r) == kernel]:
             batches, times = _listed([str(r.shape["B"]) for r in theirs]), _listed([us(r.seconds) for r in theirs])
-            told.append(f"FBGEMM's own kernel, with {groups}, takes {times} us at batch {batches}.")
-    return told
+            sentences.append(f"FBGEMM's own kernel, with {groups}, takes {times} us at batch {batches}.")
+    return sentences
 
 
 def _is_ours(r: Record) -> bool:

@@ -95,13 +95,13 @@ class LadderJob:
         yield from _numbered([*ours, *rotated, *groups])
 
     def _rungs(self, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
-        tuned, portable = (by_plan.planned(inputs.q, cache, impl) for impl in ("gluon", "triton"))
-        assert isinstance(tuned, DecodePlan)
+        gluon, portable = (by_plan.planned(inputs.q, cache, impl) for impl in ("gluon", "triton"))
+        assert isinstance(gluon, DecodePlan)
         assert isinstance(portable, TritonTiles)
-        found = climb(tuned, portable, self.tiles)
+        rungs = climb(gluon, portable, self.tiles)
         return {
             name: DecodeVariant(partial(by_plan.attend, inputs.q, plan=r.plan), _paired(r.plan), r.sizes)
-            for name, r in found.items()
+            for name, r in rungs.items()
         }
 
     def _on_cpu(self, session: Session, inputs: Inputs) -> list[Record]:
@@ -136,41 +136,41 @@ class Rung:
 def climb(tuned: DecodePlan, portable: TritonTiles, tiles: bool) -> dict[str, Rung]:
     """The rungs by what each changes, from the portable kernel without stages to the tuned one as planned."""
     whole = replace(portable, splits=1, pdl=False)
-    found = {
+    ladder = {
         "portable kernel, no pipelining": Rung(replace(whole, num_stages=1)),
         "pipelined": Rung(whole, {"stages": whole.num_stages}),
     }
     if portable.splits > 1:
-        found["split, added up by a second launch"] = Rung(replace(portable, pdl=False), {"splits": portable.splits})
+        ladder["split, added up by a second launch"] = Rung(replace(portable, pdl=False), {"splits": portable.splits})
     programs = portable.splits * tuned.work_items
-    unpaired = replace(tuned.spec, use_pdl=False)
-    rungs = _tile_rungs(unpaired) if tiles else {"tuned kernel as planned, one launch": (unpaired, {})}
+    alone = replace(tuned.spec, use_pdl=False)
+    rungs = _tile_rungs(alone) if tiles else {"tuned kernel as planned, one launch": (alone, {})}
     for name, (spec, sizes) in rungs.items():
-        found[name] = Rung(replace(tuned, spec=spec, programs=programs), sizes)
+        ladder[name] = Rung(replace(tuned, spec=spec, programs=programs), sizes)
     if tuned.programs != programs:
-        found["programs as planned"] = Rung(replace(tuned, spec=unpaired), {"programs": tuned.programs})
+        ladder["programs as planned"] = Rung(replace(tuned, spec=alone), {"programs": tuned.programs})
     if tuned.spec.use_pdl:
-        found["launches overlap"] = Rung(tuned)
-    return found
+        ladder["launches overlap"] = Rung(tuned)
+    return ladder
 
 
 def _tile_rungs(planned: DecodeSpec) -> dict[str, tuple[DecodeSpec, dict[str, int]]]:
     """The tuned kernel from its smallest tiles to those of its plan; those before the last have no larger ring."""
     spec = replace(planned, tokens=_TOKENS, stages=_STAGES, keys=_plain(planned.keys), values=_plain(planned.values))
-    found = {"tuned kernel, one launch, smallest tiles": (spec, {"tile": spec.tile})}
+    rungs = {"tuned kernel, one launch, smallest tiles": (spec, {"tile": spec.tile})}
     spec = replace(spec, keys=replace(spec.keys, token_stride=planned.keys.token_stride))
     spec = replace(spec, values=replace(spec.values, token_stride=planned.values.token_stride))
-    found["distances of codes known when compiling"] = (spec, {})
+    rungs["distances of codes known when compiling"] = (spec, {})
     spec = replace(spec, keys=planned.keys, values=planned.values)
-    found["scales past the registers (cp.async)"] = (spec, {})
+    rungs["scales past the registers (cp.async)"] = (spec, {})
     ring = planned.tokens * planned.stages
     spec = replace(spec, stages=ring // spec.tokens)
-    found["ring as large as planned"] = (spec, {"stages": spec.stages})
+    rungs["ring as large as planned"] = (spec, {"stages": spec.stages})
     while spec.tokens < planned.tokens:
         spec = replace(spec, tokens=2 * spec.tokens, stages=ring // (2 * spec.tokens))
         name = f"tiles {spec.tokens // _TOKENS} times the smallest"
-        found[name] = (spec, {"tile": spec.tile, "stages": spec.stages})
-    return found
+        rungs[name] = (spec, {"tile": spec.tile, "stages": spec.stages})
+    return rungs
 
 
 def _plain(side: KVSpec) -> KVSpec:
@@ -191,11 +191,11 @@ def table(measured: Sequence[Record]) -> Table:
 
 def _by_case(measured: Sequence[Record]) -> dict[str, list[Record]]:
     """Rungs in order, by case: those of its last run, since a step is between two rungs of one run."""
-    found: dict[str, list[Record]] = {}
+    cases: dict[str, list[Record]] = {}
     for r in measured:
         if r.op == OP and "rung" in r.shape:
-            found.setdefault(r.case, []).append(r)
-    return {case: sorted(_of_last_run(rungs), key=lambda r: r.shape["rung"]) for case, rungs in found.items()}
+            cases.setdefault(r.case, []).append(r)
+    return {case: sorted(_of_last_run(rungs), key=lambda r: r.shape["rung"]) for case, rungs in cases.items()}
 
 
 def _of_last_run(rungs: Sequence[Record]) -> list[Record]:
@@ -269,24 +269,24 @@ def _published_case(kernel: str, batch: int) -> str:
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """The time of every rung and its step, a chart for each case and one for what was published."""
-    made = [_bars(case, _named(rungs)) for case, rungs in _by_case(measured).items() if any(r.seconds for r in rungs)]
-    return made + ([_bars(_published_case(PUBLISHED, WHOLE), ladder(PUBLISHED, WHOLE))] if _has_published(measured) else [])
+    figures = [_bars(case, _named(rungs)) for case, rungs in _by_case(measured).items() if any(r.seconds for r in rungs)]
+    return figures + ([_bars(_published_case(PUBLISHED, WHOLE), ladder(PUBLISHED, WHOLE))] if _has_published(measured) else [])
 
 
 def _bars(case: str, rungs: Rungs) -> str:
-    taken, gained = {name: seconds for name, seconds in rungs if seconds}, steps(rungs)
-    shown = {name: _us(seconds) + (f", {gained[name]:.2f}x" if name in gained else "") for name, seconds in taken.items()}
-    values = {name: 1e6 * seconds for name, seconds in taken.items()}
-    return charts.bars(values, x_label="microseconds; x the rung before", title=case, shown=shown)
+    times, gains = {name: seconds for name, seconds in rungs if seconds}, steps(rungs)
+    labels = {name: _us(seconds) + (f", {gains[name]:.2f}x" if name in gains else "") for name, seconds in times.items()}
+    values = {name: 1e6 * seconds for name, seconds in times.items()}
+    return charts.bars(values, x_label="microseconds; x the rung before", title=case, shown=labels)
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """The first and the last rung and the largest step of each ladder, and of the published one."""
     ladders = _by_case([r for r in measured if r.formats == ROW_WISE])
-    told = [text for rungs in ladders.values() if (text := _told(f"batch {rungs[0].shape['B']}", _named(rungs)))]
-    if not told:
+    parts = [text for rungs in ladders.values() if (text := _told(f"batch {rungs[0].shape['B']}", _named(rungs)))]
+    if not parts:
         return []
-    ours = f"On {measured[0].environment.device}: {'; '.join(told)}."
+    ours = f"On {measured[0].environment.device}: {'; '.join(parts)}."
     if not _has_published(measured):
         return [ours, f"The rungs of the kernels need a GPU, and the published ladder batch {WHOLE} over {CONTEXT:,} tokens."]
     theirs = _told(f"batch {WHOLE}", ladder(PUBLISHED, WHOLE))
@@ -299,12 +299,12 @@ def _us(seconds: float) -> str:
 
 def _told(case: str, rungs: Rungs) -> str:
     """ "batch 512, 1,659 to 930.0 us, 1.78x, the largest step "V swizzled" with 1.14x"; "" without a step."""
-    gained, times = steps(rungs), [seconds for _, seconds in rungs if seconds]
-    if not gained:
+    gains, times = steps(rungs), [seconds for _, seconds in rungs if seconds]
+    if not gains:
         return ""
-    largest = max(gained, key=lambda name: gained[name])
+    largest = max(gains, key=lambda name: gains[name])
     ends = f"{_us(times[0])} to {_us(times[-1])} us, {times_text(times[0], times[-1])}x"
-    return f'{case}, {ends}, the largest step "{largest}" with {gained[largest]:.2f}x'
+    return f'{case}, {ends}, the largest step "{largest}" with {gains[largest]:.2f}x'
 
 
 STUDY = Study("int4-ladder", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)

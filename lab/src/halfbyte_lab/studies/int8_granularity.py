@@ -58,13 +58,13 @@ def jobs(session: Session) -> list[Job]:
     quick = session.options.quick
     names = ("GQA",) if quick else tuple(HEADS)
     if session.device.kind == "cuda":
-        found = [_case(name, context) for name in names for context in (QUICK_CONTEXTS if quick else CONTEXTS)]
+        cases = [_case(name, context) for name in names for context in (QUICK_CONTEXTS if quick else CONTEXTS)]
         more = [] if quick else [*(_case("GQA", context, alibi=True) for context in ALIBI), _case("GQA", OUTLIERS, outliers=True)]
     else:
         context = QUICK_CPU_CONTEXT if quick else CPU_CONTEXT
-        found = [_smaller(_case(name, context)) for name in names]
+        cases = [_smaller(_case(name, context)) for name in names]
         more = [_smaller(_case("GQA", context, alibi=True)), _smaller(_case("GQA", context, outliers=True))]
-    return [*found, *more]
+    return [*cases, *more]
 
 
 def _case(heads: str, context: int, alibi: bool = False, outliers: bool = False) -> CaseJob:
@@ -100,38 +100,38 @@ class CaseJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """Times and error of each format; one that does not fit says how much it needs."""
-        wanted = [f for f in SCALES if session.wants(self.name, f, OURS)]
+        selection = [f for f in SCALES if session.wants(self.name, f, OURS)]
         session.free()
         room = free_bytes(session)
-        fits = [f for f in wanted if self.needs(f, session) <= room]
+        fits = [f for f in selection if self.needs(f, session) <= room]
         if fits:
             inputs = self._inputs(session)
             slopes = slopes_of(self.shape.q_heads, session.device.torch) if self.alibi else None
             exact = exactly(inputs, slopes)
-        for f in wanted:
-            refused = replace(self._blank(session, f), implementation=OURS, refused=f"{self.name} {f}: ")
+        for f in selection:
+            blank = replace(self._blank(session, f), implementation=OURS, refused=f"{self.name} {f}: ")
             if f not in fits:
                 why = f"skipped: {self.needs(f, session):,} bytes are needed and {room:,} are free"
-                yield replace(refused, refused=refused.refused + why)
+                yield replace(blank, refused=blank.refused + why)
                 continue
             try:
                 yield from self._format(session, inputs, slopes, exact, f)
             except Exception as error:
-                yield replace(refused, refused=refused.refused + reason(error))
+                yield replace(blank, refused=blank.refused + reason(error))
                 session.free()
 
     def needs(self, formats: str, session: Session) -> int:
         """Bytes: the caches or, ahead of them, one sequence in float64; the different sequences; something aside."""
         one = (1, self.shape.kv_heads, self.shape.context, self.shape.dim)
-        stored, plain = 2 * key_format(formats).nbytes(one), 2 * key_format(FP16).nbytes(one)
-        caches = _copies(session, stored * self.shape.batch) * stored * self.shape.batch
-        return max(caches, 12 * plain) + DISTINCT * (plain + stored) + _ASIDE
+        nbytes, plain = 2 * key_format(formats).nbytes(one), 2 * key_format(FP16).nbytes(one)
+        caches = _copies(session, nbytes * self.shape.batch) * nbytes * self.shape.batch
+        return max(caches, 12 * plain) + DISTINCT * (plain + nbytes) + _ASIDE
 
     def _blank(self, session: Session, formats: str) -> Record:
         s = self.shape
-        stored = 2 * key_format(formats).nbytes((s.batch, s.kv_heads, s.context, s.dim))
+        nbytes = 2 * key_format(formats).nbytes((s.batch, s.kv_heads, s.context, s.dim))
         shape = {**s.sizes, "ALiBi": int(self.alibi), "outliers": int(self.outliers)}
-        return Record(OP, shape, formats, "", stored, session.environment, case=self.name)
+        return Record(OP, shape, formats, "", nbytes, session.environment, case=self.name)
 
     def _inputs(self, session: Session) -> Inputs:
         """The different sequences, in fp16."""
@@ -160,7 +160,7 @@ class CaseJob:
         ways: dict[str, Callable[[KVCache], torch.Tensor]] = {OURS: ours}
         if formats == FP16:
             ways |= {name: partial(_over, q, way) for name, way in _peers(session, slopes, self.shape).items()}
-        measured = time_variants(
+        records = time_variants(
             session,
             blank,
             caches,
@@ -168,8 +168,8 @@ class CaseJob:
             {name: DecodeVariant(call) for name, call in ways.items()},
             roof=False,
         )
-        yield from measured
-        if not measured[0].refused:
+        yield from records
+        if not records[0].refused:
             with torch.no_grad(), paired_launches(False):
                 out = ours(caches[0])[:DISTINCT].double()
             error = float((out - exact).norm() / exact.norm())
@@ -210,9 +210,9 @@ def slopes_of(heads: int, device: torch.device) -> torch.Tensor:
 
 def exactly(inputs: Inputs, slopes: torch.Tensor | None) -> torch.Tensor:
     """float64 attention over the inputs themselves."""
-    held = list(given(inputs))
-    queries = inputs.q.split([k.shape[0] for k, _ in held])
-    return torch.cat([float64_attention(q, k, v, q.shape[-1] ** -0.5, slopes) for q, (k, v) in zip(queries, held, strict=True)])
+    pairs = list(given(inputs))
+    queries = inputs.q.split([k.shape[0] for k, _ in pairs])
+    return torch.cat([float64_attention(q, k, v, q.shape[-1] ** -0.5, slopes) for q, (k, v) in zip(queries, pairs, strict=True)])
 
 
 def free_bytes(session: Session) -> int:
@@ -268,8 +268,8 @@ def _fastest_16_bit(measured: Sequence[Record], case: str) -> float | None:
 
 def error_of(measured: Sequence[Record], case: str, formats: str) -> float | None:
     """The error over what the cache was filled with; None unless its run gave a time too: what was wrong gets none."""
-    timed = _ours(measured, case, formats)
-    of = (QUALITY, case, formats, timed.environment.date if timed else "")
+    record = _ours(measured, case, formats)
+    of = (QUALITY, case, formats, record.environment.date if record else "")
     return next((r.error for r in measured if (r.op, r.case, r.formats, r.environment.date) == of), None)
 
 
@@ -283,20 +283,20 @@ def drawn(measured: Sequence[Record]) -> list[str]:
             seconds.setdefault(panel, {}).setdefault(line, []).append((k_tokens, 1e6 * r.seconds))
             if (base := _ours(measured, r.case, FP16)) and base.seconds:
                 times.setdefault(panel, {}).setdefault(line, []).append((k_tokens, base.seconds / r.seconds))
-    found = []
+    figures = []
     x_label = "context, K tokens"
     several = any(len(points) > 1 for lines in seconds.values() for points in lines.values())
     if several:
         text = "Time of one token by context"
-        found.append(charts.panels(seconds, x_label=x_label, y_label="us", title=text, log_y=True))
+        figures.append(charts.panels(seconds, x_label=x_label, y_label="us", title=text, log_y=True))
     if several and times:
         text = "How many times faster than over FP16, by context"
-        found.append(charts.panels(times, x_label=x_label, y_label="times FP16", title=text))
+        figures.append(charts.panels(times, x_label=x_label, y_label="times FP16", title=text))
     if errors := _errors(measured):
-        shown = {name: f"{error:.2g}" for name, error in errors.items()}
+        labels = {name: f"{error:.2g}" for name, error in errors.items()}
         title = "Error by what shares a scale"
-        found.append(charts.bars(errors, x_label="relative error over what the cache was filled with", title=title, shown=shown))
-    return found
+        figures.append(charts.bars(errors, x_label="relative error over what the cache was filled with", title=title, shown=labels))
+    return figures
 
 
 def _told(formats: str) -> str:
@@ -306,13 +306,13 @@ def _told(formats: str) -> str:
 
 def _errors(measured: Sequence[Record]) -> dict[str, float]:
     """Errors of the case with outlier keys, and of the same one without them, by what they are of."""
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for r in measured:
         if r.op == QUALITY and r.shape["outliers"] and (error := error_of(measured, r.case, r.formats)) is not None:
             plain = error_of(measured, r.case.removesuffix(", outlier keys"), r.formats)
-            found |= {} if plain is None else {_told(r.formats): plain}
-            found[f"{_told(r.formats)}, outlier keys"] = error
-    return found
+            errors |= {} if plain is None else {_told(r.formats): plain}
+            errors[f"{_told(r.formats)}, outlier keys"] = error
+    return errors
 
 
 def says(measured: Sequence[Record]) -> list[str]:
@@ -328,8 +328,8 @@ def says(measured: Sequence[Record]) -> list[str]:
         of_bytes = [r.nbytes / base.nbytes for r in ours.values()]
         first += f" and INT8 {', '.join(parts)} of that, in {min(of_bytes):.2f} to {max(of_bytes):.2f} of the bytes"
     first += "; the published kernel (RTX 3090) is a little slower with INT8."
-    told = [first, _losses_said(measured), _errors_said(measured, base.case)]
-    return [sentence for sentence in told if sentence]
+    sentences = [first, _losses_said(measured), _errors_said(measured, base.case)]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _losses_said(measured: Sequence[Record]) -> str:
@@ -340,9 +340,9 @@ def _losses_said(measured: Sequence[Record]) -> str:
     slower = sorted(((ratio, case) for case, ratio in ours if ratio < 1))
     if not slower:
         return ""
-    listed = ", ".join(f"{ratio:.2f}x at {_short(case)}" for ratio, case in slower)
+    losses = ", ".join(f"{ratio:.2f}x at {_short(case)}" for ratio, case in slower)
     return (
-        f"Against the fastest FP16 kernel of each case, INT8 (token and head) is slower in {len(slower)} of {len(ours)}: {listed}."
+        f"Against the fastest FP16 kernel of each case, INT8 (token and head) is slower in {len(slower)} of {len(ours)}: {losses}."
     )
 
 
@@ -359,8 +359,8 @@ def _errors_said(measured: Sequence[Record], case: str) -> str:
     """Errors at one case and, beside them, with outlier keys."""
 
     def of(name: str) -> str:
-        found = {f: error for f in SCALES if (error := error_of(measured, name, f)) is not None}
-        return ", ".join(f"{error:.2g} ({SCALES[f] or 'FP16'})" for f, error in found.items())
+        by_scale = {f: error for f in SCALES if (error := error_of(measured, name, f)) is not None}
+        return ", ".join(f"{error:.2g} ({SCALES[f] or 'FP16'})" for f, error in by_scale.items())
 
     outliers = next((r.case for r in measured if r.op == QUALITY and r.shape["outliers"]), "")
     beside = f"; at {_short(outliers)}: {errors}" if outliers and (errors := of(outliers)) else ""

@@ -117,25 +117,25 @@ class AttendJob:
 
     def _ways(self, session: Session, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
         """Every kernel in every number of splits that it has."""
-        found: dict[str, DecodeVariant] = {}
+        variants: dict[str, DecodeVariant] = {}
         for impl in IMPLS:
             with contextlib.suppress(Unsupported):
                 for name, plan in cuts(by_plan.planned(inputs.q, cache, impl), self.splits, self.problem.shape.context).items():
                     found_by = sizes(plan, self.problem) | occupancy(session.device, self.problem, plan, self.half)
                     way = DecodeVariant(partial(by_plan.attend, inputs.q, plan=plan), sizes=found_by)
-                    found[f"halfbyte {impl}{name}"] = way
+                    variants[f"halfbyte {impl}{name}"] = way
                     if self.overlapping:
-                        found[f"halfbyte {impl}{name}{OVERLAPPING}"] = replace(way, paired=True)
-        return found or {"halfbyte cpu": DecodeVariant(partial(attend, inputs.q, impl="cpu"))}
+                        variants[f"halfbyte {impl}{name}{OVERLAPPING}"] = replace(way, paired=True)
+        return variants or {"halfbyte cpu": DecodeVariant(partial(attend, inputs.q, impl="cpu"))}
 
 
 def cuts(plan: by_plan.Plan, counts: Sequence[int], context: int) -> dict[str, by_plan.Plan]:
     """The plan, and the plan with each number of splits that its kernel has, by what they are called."""
-    found = {PLANNED: plan}
+    plans = {PLANNED: plan}
     for count in counts:
         with contextlib.suppress(Unsupported):
-            found[f", {count} split{'s' * (count > 1)}"] = decode_variants.split(plan, count, context)
-    return found
+            plans[f", {count} split{'s' * (count > 1)}"] = decode_variants.split(plan, count, context)
+    return plans
 
 
 def sizes(plan: by_plan.Plan, problem: DecodeCase) -> dict[str, int]:
@@ -150,13 +150,13 @@ def sizes(plan: by_plan.Plan, problem: DecodeCase) -> dict[str, int]:
 
 def occupancy(device: Device, problem: DecodeCase, plan: by_plan.Plan, half: bool = False) -> dict[str, int]:
     """SMs of the GPU and, of the tuned kernel over a cache as it is allocated, registers a thread and % of an SM's warps."""
-    found = {"SMs": device.sm_count or 0}
+    sizes = {"SMs": device.sm_count or 0}
     if isinstance(plan, DecodePlan) and problem.layout == "heads first":
         s, formats = problem.shape, key_format(FORMAT).name
-        asked = ("fp16" if half else "bf16", s.batch, s.kv_heads, s.q_heads // s.kv_heads, 1, s.dim, s.context, formats, formats)
-        for kernel in taken(dense_problem(*asked), plan, device.capability or (0, 0)):
-            found |= {"registers": kernel.registers, "warps": round(100 * kernel.share)}
-    return found
+        call = ("fp16" if half else "bf16", s.batch, s.kv_heads, s.q_heads // s.kv_heads, 1, s.dim, s.context, formats, formats)
+        for kernel in taken(dense_problem(*call), plan, device.capability or (0, 0)):
+            sizes |= {"registers": kernel.registers, "warps": round(100 * kernel.share)}
+    return sizes
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
@@ -182,7 +182,7 @@ def table(measured: Sequence[Record]) -> Table:
 
 def _row(r: Record, by_name: Mapping[tuple[str, str], Record]) -> tuple[str, ...]:
     kernel = r.implementation.partition(",")[0]
-    planned = by_name.get((r.case, kernel + PLANNED))
+    baseline = by_name.get((r.case, kernel + PLANNED))
     overlapping = by_name.get((r.case, r.implementation + OVERLAPPING))
     return (
         r.case,
@@ -194,7 +194,7 @@ def _row(r: Record, by_name: Mapping[tuple[str, str], Record]) -> tuple[str, ...
         us_finely(r.seconds) or "refused",
         us_finely(overlapping.seconds if overlapping else None),
         "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %",
-        times_text(r.seconds, planned.seconds if planned else None),
+        times_text(r.seconds, baseline.seconds if baseline else None),
         "" if r.error is None else f"{r.error:.2g}",
     )
 
@@ -232,33 +232,33 @@ def roof_seconds(r: Record) -> float:
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """Time by splits, a panel for each case; and the best time of the first case beside its floors."""
-    found = []
+    figures = []
     panels = {p.name.partition(", ")[2]: _lines(measured, p.name) for p in (ONE, TOKENS_FIRST, VARIED)}
     panels = {title: lines for title, lines in panels.items() if lines}
     if panels:
-        dashed = [f"{impl}{PLANNED}" for impl in IMPLS]
+        levels = [f"{impl}{PLANNED}" for impl in IMPLS]
         text = "INT8 attention of one token by splits of a KV head"
-        found.append(charts.panels(panels, x_label="splits", y_label="us", title=text, columns=3, dashed=dashed))
+        figures.append(charts.panels(panels, x_label="splits", y_label="us", title=text, columns=3, dashed=levels))
     if bars := _floors(measured):
-        shown = {name: f"{value:.2f}" for name, value in bars.items()} | {EXPECTED: " to ".join(map(str, EXPECTED_US))}
-        found.append(charts.bars(bars, x_label="us, median; shorter is better", title="One sequence, 1,024 tokens", shown=shown))
-    return found
+        labels = {name: f"{value:.2f}" for name, value in bars.items()} | {EXPECTED: " to ".join(map(str, EXPECTED_US))}
+        figures.append(charts.bars(bars, x_label="us, median; shorter is better", title="One sequence, 1,024 tokens", shown=labels))
+    return figures
 
 
 def _lines(measured: Sequence[Record], case: str) -> charts.Lines:
     """Both kernels by splits, and what they take as planned, as level lines."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
     for impl in IMPLS:
         points = []
         for n in SPLITS:
             r = of_case(measured, case, impl, f", {n} split{'s' * (n > 1)}")
             points += [(float(n), 1e6 * r.seconds)] if r and r.seconds else []
-        planned = of_case(measured, case, impl, PLANNED)
+        baseline = of_case(measured, case, impl, PLANNED)
         if points:
-            found[impl] = points
-            if planned and planned.seconds:
-                found[f"{impl}{PLANNED}"] = [(x, 1e6 * planned.seconds) for x in (points[0][0], points[-1][0])]
-    return found
+            lines[impl] = points
+            if baseline and baseline.seconds:
+                lines[f"{impl}{PLANNED}"] = [(x, 1e6 * baseline.seconds) for x in (points[0][0], points[-1][0])]
+    return lines
 
 
 def _floors(measured: Sequence[Record]) -> dict[str, float]:
@@ -268,21 +268,21 @@ def _floors(measured: Sequence[Record]) -> dict[str, float]:
     ours = {r.implementation: r for impl in (*IMPLS, "cpu") if (r := of_case(measured, ONE.name, impl))}
     if not ours:
         return {}
-    found = {EXPECTED: 1e-6 * EXPECTED_US[1]}
-    found |= {"an empty launch": empty.seconds} if empty and empty.seconds else {}
-    found |= {"only reading as many bytes": roof_seconds(read)} if read else {}
-    found |= {f"{r.implementation}, {r.formats}": r.seconds for r in (*ours.values(), peer) if r and r.seconds}
-    return {name: 1e6 * seconds for name, seconds in found.items()}
+    floors = {EXPECTED: 1e-6 * EXPECTED_US[1]}
+    floors |= {"an empty launch": empty.seconds} if empty and empty.seconds else {}
+    floors |= {"only reading as many bytes": roof_seconds(read)} if read else {}
+    floors |= {f"{r.implementation}, {r.formats}": r.seconds for r in (*ours.values(), peer) if r and r.seconds}
+    return {name: 1e6 * seconds for name, seconds in floors.items()}
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """The best time against its floors, then what order, a second launch and uneven lengths cost."""
-    best, planned = of_case(measured, ONE.name), of_case(measured, ONE.name, cut=PLANNED)
+    best, baseline = of_case(measured, ONE.name), of_case(measured, ONE.name, cut=PLANNED)
     empty, read = fastest([r for r in measured if r.case == EMPTY]), read_of(measured)
     if best is None:
         return ["No kernel gave a right result in time that could be measured."]
     facts = [f"{best.implementation} takes {us_finely(best.seconds)} us"]
-    facts += [f"{planned.implementation} {us_finely(planned.seconds)} us"] if planned and planned != best else []
+    facts += [f"{baseline.implementation} {us_finely(baseline.seconds)} us"] if baseline and baseline != best else []
     facts += [f"only reading its {read.nbytes / 1e6:.2f} MB {us_finely(roof_seconds(read))} us"] if read else []
     facts += [f"an empty launch {us_finely(empty.seconds)} us"] if empty else []
     low, high = EXPECTED_US
@@ -301,8 +301,8 @@ def _second(measured: Sequence[Record]) -> str:
     if one and two and one.seconds and two.seconds:
         times = two.seconds / one.seconds
         parts.append(f"{two.implementation}, in two launches, takes {times:.2f} times as long as {one.implementation}, in one")
-    told = "; ".join(filter(None, parts))
-    return f"{told}." if told else "Other orders and lengths were not measured."
+    text = "; ".join(filter(None, parts))
+    return f"{text}." if text else "Other orders and lengths were not measured."
 
 
 def _ratio(measured: Sequence[Record], of: DecodeCase, over: DecodeCase, text: str) -> str:

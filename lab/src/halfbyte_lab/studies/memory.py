@@ -58,26 +58,28 @@ class ModelJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each kind of weights and KV format; its shape holds the longest context of every card and batch."""
-        wanted = [
+        selection = [
             (weights, s)
             for weights in (PLAIN, FOUR_BITS)
             for s in formats()
             if session.wants(f"{self.name}, {weights}", s.kv, "halfbyte")
         ]
-        if not wanted:
+        if not selection:
             return
         config = configuration(self.name)
         model = meta_model(config, self.name)
         plain = 2 * sum(p.numel() for p in model.parameters())
-        taken = {PLAIN: plain, FOUR_BITS: plain - quantized_bytes(model, weight_format(FOUR_BITS))[0]}
-        for weights, setting in wanted:
+        weight_bytes = {PLAIN: plain, FOUR_BITS: plain - quantized_bytes(model, weight_format(FOUR_BITS))[0]}
+        for weights, setting in selection:
             sizes = packed_layers(config, setting.keys, setting.values, ())
             contexts = {
-                column(card, batch): longest(sizes, batch, card * 10**9 - taken[weights]) for card in CARDS for batch in BATCHES
+                column(card, batch): longest(sizes, batch, card * 10**9 - weight_bytes[weights])
+                for card in CARDS
+                for batch in BATCHES
             }
             bits = 16 * sizes.nbytes(1, 8192) / sizes.plain_nbytes(1, 8192)
             case = f"{self.name}, {weights}"
-            yield Record(OP, contexts, setting.kv, "halfbyte", taken[weights], session.environment, case=case, bits=bits)
+            yield Record(OP, contexts, setting.kv, "halfbyte", weight_bytes[weights], session.environment, case=case, bits=bits)
 
 
 def column(card: int, batch: int) -> str:
@@ -96,8 +98,8 @@ def configuration(name: str) -> Any:
 
 def longest(sizes: CacheSizes, batch: int, room: int) -> int:
     """Tokens of each of `batch` sequences whose cache fits in `room` bytes, in whole blocks; 0 where none does."""
-    fixed, one = sizes.nbytes(batch, 0), sizes.nbytes(batch, BLOCK)  # tails and scales of whole tensors are there from the start
-    return max(0, (room - fixed) // (one - fixed) * BLOCK)
+    base, one = sizes.nbytes(batch, 0), sizes.nbytes(batch, BLOCK)  # tails and scales of whole tensors are there from the start
+    return max(0, (room - base) // (one - base) * BLOCK)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
@@ -111,14 +113,14 @@ SHOWN = ("bf16", "fp8", "int8", "int8 / int4_g32", "int4_g32", "int4_channel / i
 
 def table(measured: Sequence[Record]) -> Table:
     """One row for each model, kind of weights and KV format: tokens of each sequence. Weights that fit nowhere have one row."""
-    rows, told = [], set()
+    rows, cases = [], set()
     for r in (r for r in measured if r.op == OP and r.shape):
         weights = r.nbytes / 1e9
         fits = weights < max(CARDS)
-        if fits or r.case not in told:
+        if fits or r.case not in cases:
             head = (r.formats, f"{r.bits:.2f}") if fits else ("every format", "")
             rows.append((r.case, *head, f"{weights:.1f}", *(_tokens(r.shape[c]) for c in COLUMNS)))
-        told.add(r.case)
+        cases.add(r.case)
     return HEADERS, rows
 
 
@@ -128,20 +130,20 @@ def _tokens(count: int) -> str:
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """The longest context of one sequence by KV format, with that of a batch beside it, of one model and card a chart."""
-    made = []
+    figures = []
     for model, weights, card in DRAWN:
         mine = {r.formats: r.shape for r in measured if r.op == OP and r.case == f"{model}, {weights}"}
         one, many = ({f: mine[f][column(card, batch)] for f in SHOWN if f in mine} for batch in BATCHES)
         if any(one.values()):
-            shown = {f: f"{_tokens(one[f])} ({BATCHES[1]} x {_tokens(many[f])})" for f in one}
+            labels = {f: f"{_tokens(one[f])} ({BATCHES[1]} x {_tokens(many[f])})" for f in one}
             title = f"Longest context: {model}, {weights} weights, {card} GB"
-            made.append(charts.bars(one, x_label=f"tokens of one sequence (of {BATCHES[1]})", title=title, shown=shown))
-    return made
+            figures.append(charts.bars(one, x_label=f"tokens of one sequence (of {BATCHES[1]})", title=title, shown=labels))
+    return figures
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """What is drawn, in figures."""
-    told = []
+    sentences = []
     for model, weights, card in DRAWN:
         mine = {r.formats: r.shape for r in measured if r.op == OP and r.case == f"{model}, {weights}"}
         parts = [
@@ -151,8 +153,8 @@ def says(measured: Sequence[Record]) -> list[str]:
         ]
         if parts:
             what = f"{model} with {weights} weights and {BATCHES[-1]} sequences in {card} GB"
-            told.append(f"{what}: tokens of each sequence {', '.join(parts)}.")
-    return told
+            sentences.append(f"{what}: tokens of each sequence {', '.join(parts)}.")
+    return sentences
 
 
 STUDY = Study("memory", jobs, table, drawn, says, text_columns=2)

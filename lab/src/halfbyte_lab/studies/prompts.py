@@ -79,8 +79,8 @@ class CaseJob:
         ways = {name: way for name, way in ways.items() if session.wants(self.name, formats, name)}
         shape = {"B": self.batch, "L": self.new, "P": self.past, "H": KV_HEADS, "Hq": Q_HEADS, "D": DIM}
         blank = Record(OP, shape, formats, "", chunk.cache.nbytes, session.environment, case=self.name)
-        timed: Mapping[str, DecodeVariant] = {name: DecodeVariant(way) for name, way in ways.items()}
-        return time_variants(session, blank, [chunk.cache], chunk.judge, timed, roof=False)
+        variants: Mapping[str, DecodeVariant] = {name: DecodeVariant(way) for name, way in ways.items()}
+        return time_variants(session, blank, [chunk.cache], chunk.judge, variants, roof=False)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class Chunk:
         step, parts, end = max(1, _SCORES // (self.q.shape[0] * self.q.shape[1] * k.shape[2])), [], self.past
         for q in self.q.split(step, 2):
             end += q.shape[2]
-            seen = k[:, :, :end], v[:, :, :end]
-            parts.append((eager_attention(q, *seen, scale), float64_attention(q, *seen, scale)))
+            prefix = k[:, :, :end], v[:, :, :end]
+            parts.append((eager_attention(q, *prefix, scale), float64_attention(q, *prefix, scale)))
         return torch.cat([base for base, _ in parts], 2), torch.cat([ref for _, ref in parts], 2)
 
 
@@ -177,18 +177,18 @@ def _row(r: Record, measured: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _seconds(measured: Sequence[Record], like: Record, implementation: str) -> float | None:
-    wanted = (OP, like.case, like.formats, implementation)
-    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == wanted), None)
+    target = (OP, like.case, like.formats, implementation)
+    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == target), None)
 
 
 def _faster(measured: Sequence[Record], than: str, keep: Callable[[Record], bool]) -> dict[str, float]:
     """How many times as fast as another implementation halfbyte is, by case and format."""
-    found = {}
+    speedups = {}
     for r in measured:
         other = _seconds(measured, r, than)
         if r.op == OP and r.implementation == OURS and r.seconds and other and keep(r):
-            found[r.case.removeprefix("prompts, ") + (f", {r.formats}" if r.shape["P"] else "")] = other / r.seconds
-    return found
+            speedups[r.case.removeprefix("prompts, ") + (f", {r.formats}" if r.shape["P"] else "")] = other / r.seconds
+    return speedups
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
@@ -199,13 +199,13 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 
 def says(measured: Sequence[Record]) -> list[str]:
     """Against 16 bits without and with a past, and against the portable kernel."""
-    told = []
+    parts = []
     for what, keep in (("over itself", lambda r: not r.shape["P"]), ("behind a packed past", lambda r: r.shape["P"] > 0)):
-        if found := _faster(measured, TORCH, keep):
-            told.append(f"{what} {_range(found, 2)} times as fast as torch in 16 bits")
+        if speedups := _faster(measured, TORCH, keep):
+            parts.append(f"{what} {_range(speedups, 2)} times as fast as torch in 16 bits")
     if portable := _faster(measured, PORTABLE, lambda _: True):
-        told.append(f"{_range(portable, 1)} times as fast as the portable kernel")
-    return [f"Attention of a prompt {', '.join(told)}."] if told else []
+        parts.append(f"{_range(portable, 1)} times as fast as the portable kernel")
+    return [f"Attention of a prompt {', '.join(parts)}."] if parts else []
 
 
 def _range(found: Mapping[str, float], digits: int) -> str:

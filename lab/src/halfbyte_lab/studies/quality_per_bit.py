@@ -98,16 +98,16 @@ def jobs(session: Session) -> list[Job]:
     keys = tuple(dict.fromkeys((str(s.keys), s.rotate_keys is True) for s in alike))
     weights = [Setting(weights=w, clip=clip) for w in WEIGHTS for clip in (None, "search")]
     weights = [s for s in weights if not quick or formats_of(s) in QUICK]
-    found: list[Job] = []
+    all_jobs: list[Job] = []
     for name, outliers in MODELS.items():
-        found += [
+        all_jobs += [
             QualityJob(name, alike, *text, outliers=outliers),
             PlansJob(name, bits, *text, outliers=outliers),
             KeysJob(name, keys, *text, outliers=outliers),
             QualityJob(name, tuple(weights), *text, OF_WEIGHTS, outliers),
             ContinuationsJob(name, CONTINUED[: 1 if quick else None], QUICK_CONTEXT if quick else CONTEXT, outliers=outliers),
         ]
-    return found
+    return all_jobs
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class PlansJob:
         cut = windows(tokens, self.length, 2 * self.count)  # the even ones are those of `QualityJob`
         with fixed_threads(session.threads), tempfile.TemporaryDirectory() as folder:
             store = Measurements(Path(folder) / "measured.jsonl", fingerprint(model, cut[1::2], CHUNK))
-            made = calibrate(Divergence(model, cut[1::2], CHUNK), candidates(model, FORMATS), store, self.bits)
-            wanted = [replace(Setting.of_plan(m.plan), plan=f"within {b:g} bits") for m, b in zip(made, self.bits, strict=True)]
-            found = list(quality_records(session, self.op, self.name, model, cut[::2], wanted))
-        yield from (r for r in found if r.formats != Setting().kv)
+            plans = calibrate(Divergence(model, cut[1::2], CHUNK), candidates(model, FORMATS), store, self.bits)
+            settings = [replace(Setting.of_plan(m.plan), plan=f"within {b:g} bits") for m, b in zip(plans, self.bits, strict=True)]
+            records = list(quality_records(session, self.op, self.name, model, cut[::2], settings))
+        yield from (r for r in records if r.formats != Setting().kv)
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class ContinuationsJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The record of the 16-bit run, then one for each setting."""
-        wanted = [s for s in self.settings if session.wants(self.name, s.kv, "halfbyte")]
-        if not wanted:
+        selection = [s for s in self.settings if session.wants(self.name, s.kv, "halfbyte")]
+        if not selection:
             return
         model, tokens = shipped(session.device.torch, self.outliers)
         tasks, base = Tasks(model, ByteTokenizer(), tokens, self.context), None
         layers = recorded_heads(model, windows(tokens, CHUNK, 1))
         with fixed_threads(session.threads):
-            for setting in (Setting(), *wanted):
+            for setting in (Setting(), *selection):
                 blank = Record(self.op, {"T": self.context}, setting.kv, "halfbyte", 0, session.environment, case=self.name)
                 if why := broken_promise(model, layers, setting):
                     yield replace(blank, refused=f"{self.name} {setting.kv}: {why}")
@@ -176,21 +176,21 @@ def _continued(blank: Record, result: LongContext) -> Record:
 
 def _by_formats(measured: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
     """(what was measured, formats) to the records by model. A plan goes by the size that it must keep to."""
-    found: dict[tuple[str, str], dict[str, Record]] = {}
+    by_formats: dict[tuple[str, str], dict[str, Record]] = {}
     for r in measured:
         if r.bits is not None and r.error is not None and not r.refused and r.formats != "bf16":
-            found.setdefault((r.op, r.formats), {})[r.case] = r
-    return found
+            by_formats.setdefault((r.op, r.formats), {})[r.case] = r
+    return by_formats
 
 
 def table(measured: Sequence[Record]) -> Table:
     """One row for each setting; by model its divergence, error of attention, or how far a greedy text is that of the 16-bit run."""
-    found = _by_formats(measured)
+    records = _by_formats(measured)
     what = {QUALITY: "KL, all layers alike", BY_LAYER: "KL, by layer", KEYS: "attention error, keys", OF_WEIGHTS: "KL, weights"}
-    order = sorted(found, key=lambda key: (list(what).index(key[0]), next(iter(found[key].values())).bits or 0, key[1]))
+    order = sorted(records, key=lambda key: (list(what).index(key[0]), next(iter(records[key].values())).bits or 0, key[1]))
     rows = []
     for op, name in order:
-        mine = found[op, name]
+        mine = records[op, name]
         bits = next(iter(mine.values())).bits or 0.0
         rows.append((what[op], name, f"{bits:.2f}", *(f"{mine[m].error:.1e}" if m in mine else "" for m in MODELS)))
     return ("measure", "formats", "bits", *MODELS), rows + _continued_rows([r for r in measured if r.op == WRITTEN])
@@ -201,26 +201,26 @@ def _continued_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     rows = []
     for name in dict.fromkeys(r.formats for r in measured if r.error is not None):
         mine = {r.case: r for r in measured if r.formats == name and r.error is not None}
-        written = next(iter(mine.values())).shape["written"]
-        cells = (f"{(1 - (r.error or 0)) * written:,.0f}, {r.perplexity:.3f}" if (r := mine.get(m)) else "" for m in MODELS)
-        rows.append((f"equal tokens of {written:,}, perplexity", name, "", *cells))
+        length = next(iter(mine.values())).shape["written"]
+        cells = (f"{(1 - (r.error or 0)) * length:,.0f}, {r.perplexity:.3f}" if (r := mine.get(m)) else "" for m in MODELS)
+        rows.append((f"equal tokens of {length:,}, perplexity", name, "", *cells))
     return rows
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """KL divergence against bits: without outliers, and the largest over all models."""
-    made = []
-    for title, chosen in (
+    figures = []
+    for title, cases in (
         ("Without outliers", [PLAIN]),
         ("Largest divergence of the models with and without outliers", list(MODELS)),
     ):
-        points = _worst([r for r in measured if r.case in chosen], len(chosen))
+        points = _worst([r for r in measured if r.case in cases], len(cases))
         if points:
-            named = {id(r) for r in front([r for r in points if r.op == QUALITY])}
-            shown = [charts.Point(r.formats * (id(r) in named), r.bits or 0.0, r.error or 0.0, _method(r)) for r in points]
+            on_front = {id(r) for r in front([r for r in points if r.op == QUALITY])}
+            dots = [charts.Point(r.formats * (id(r) in on_front), r.bits or 0.0, r.error or 0.0, _method(r)) for r in points]
             label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
-            made.append(charts.scatter(shown, x_label=label, y_label="mean KL divergence, nats", title=title, log_y=True))
-    return made
+            figures.append(charts.scatter(dots, x_label=label, y_label="mean KL divergence, nats", title=title, log_y=True))
+    return figures
 
 
 def _worst(measured: Sequence[Record], models: int) -> list[Record]:
@@ -239,8 +239,8 @@ def says(measured: Sequence[Record]) -> list[str]:
     """The default and the plans, each compared with the best uniform choice of no more bits."""
     parts, gains = [], dict[str, float]()
     for what, op, default in (("cache", QUALITY, DEFAULT.kv), ("weights", OF_WEIGHTS, formats_of(OF_DEFAULT_WEIGHTS))):
-        if compared := _compared([r for r in measured if r.op == op], default):
-            parts.append(f"KL of the default {what}, {default}, and of the best other choice of no more bits: {compared}.")
+        if comparison := _compared([r for r in measured if r.op == op], default):
+            parts.append(f"KL of the default {what}, {default}, and of the best other choice of no more bits: {comparison}.")
     for plan in (r for r in measured if r.op == BY_LAYER and r.error):
         others = [r.error or 0.0 for r in measured if r.case == plan.case and r.op == QUALITY and r.error and _fits(r, plan)]
         if others:
@@ -261,10 +261,10 @@ def says(measured: Sequence[Record]) -> list[str]:
 
 def _clipped(measured: Sequence[Record]) -> dict[str, float]:
     """By model and format, KL with clip="search" over KL without."""
-    found = {(r.case, r.formats): r.error or 0.0 for r in measured}
-    searched = {key: error for key, error in found.items() if key[1].endswith(" clipped")}
-    plain = {(case, name): found.get((case, name.removesuffix(" clipped"))) for case, name in searched}
-    return {f"{case}, {name}": searched[case, name] / kl for (case, name), kl in plain.items() if kl}
+    errors = {(r.case, r.formats): r.error or 0.0 for r in measured}
+    with_clipping = {key: error for key, error in errors.items() if key[1].endswith(" clipped")}
+    plain = {(case, name): errors.get((case, name.removesuffix(" clipped"))) for case, name in with_clipping}
+    return {f"{case}, {name}": with_clipping[case, name] / kl for (case, name), kl in plain.items() if kl}
 
 
 def _compared(measured: Sequence[Record], default: str) -> str:

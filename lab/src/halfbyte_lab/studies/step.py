@@ -92,9 +92,9 @@ def jobs(session: Session) -> list[Job]:
     """One for each case that the filter lets through, with `--quick` for the first; the last is traced."""
     gpus = torch.cuda.device_count()
     cases = (CASES[:1] if session.options.quick else CASES) if session.device.kind == "cuda" else SMALL
-    wanted = [case for case in cases if _ways(session, case) and (case.ranks <= max(gpus, 1) or session.device.kind == "cpu")]
-    traced = [case for case in wanted if case.ranks == 1][-1:]
-    return [StepJob(case, traced=case in traced) for case in wanted]
+    selection = [case for case in cases if _ways(session, case) and (case.ranks <= max(gpus, 1) or session.device.kind == "cpu")]
+    last = [case for case in selection if case.ranks == 1][-1:]
+    return [StepJob(case, traced=case in last) for case in selection]
 
 
 def _ways(session: Session, case: Case) -> list[Way]:
@@ -118,19 +118,19 @@ class StepJob:
         session.free()
         case, gpu = self.case, session.device.kind == "cuda"
         config = SIZES[case.model] if case.model in SIZES else read_config(resolve_model(case.model))
-        steps, ways, judged = (
+        steps, ways, judge_case = (
             Steps(case.batch, case.context, NEW if gpu else NEW_ON_CPU),
             _ways(session, case),
             partial(judge, case),
         )
-        found: Iterable[Record]
+        records: Iterable[Record]
         if case.ranks > 1:
-            whole = Whole(config, FORMATS, steps, ways, judged, case.ranks)
-            found = first_of_ranks(partial(_measured, whole), case.ranks, session.device.kind)
+            whole = Whole(config, FORMATS, steps, ways, judge_case, case.ranks)
+            records = first_of_ranks(partial(_measured, whole), case.ranks, session.device.kind)
         else:
             model = of_sizes(config, session.device, FORMATS)
-            found = measure(model, FORMATS, steps, session.device, traced=self.traced, ways=ways, judged=judged)
-        for record in found:
+            records = measure(model, FORMATS, steps, session.device, traced=self.traced, ways=ways, judged=judge_case)
+        for record in records:
             yield replace(record, case=case.name, method="generate(), less the shortest call that ends with the first token")
 
 
@@ -243,28 +243,28 @@ def _row(r: Record, measured: Sequence[Record]) -> tuple[str, ...]:
 
 def kinds(r: Record) -> dict[str, float]:
     """Microseconds of a traced step by kind of launch, and those in which nothing runs."""
-    found = dict.fromkeys((*KINDS, OTHER), 0.0)
+    by_kind = dict.fromkeys((*KINDS, OTHER), 0.0)
     for name, seconds in r.kernels.items():
-        found[next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), OTHER)] += 1e6 * seconds
-    found[GAPS] = max(0.0, 1e6 * (r.seconds or 0.0) - sum(found.values()))
-    return {kind: us for kind, us in found.items() if us > 0}
+        by_kind[next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), OTHER)] += 1e6 * seconds
+    by_kind[GAPS] = max(0.0, 1e6 * (r.seconds or 0.0) - sum(by_kind.values()))
+    return {kind: us for kind, us in by_kind.items() if us > 0}
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """For each case that was traced, the ways by kind of launch, and below each the time in which its bytes could be read."""
-    made = []
+    figures = []
     for case in dict.fromkeys(r.case for r in measured if r.kernels):
         stacks: dict[str, dict[str, float]] = {}
         for r in (r for r in measured if r.case == case and r.kernels):
             stacks[r.implementation] = kinds(r)
             stacks[f"{r.implementation}: roofline"] = {BYTES: 1e6 * (r.seconds or 0.0) * (r.roof_share or 0.0)}
-        made.append(charts.stacked_bars(stacks, x_label="us a step", title=f"{case}: where a step goes"))
-    return made
+        figures.append(charts.stacked_bars(stacks, x_label="us a step", title=f"{case}: where a step goes"))
+    return figures
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """The fastest way of each case, and what the host and the choice of a token add to its graph."""
-    told = []
+    sentences = []
     for case in dict.fromkeys(r.case for r in measured if r.op == OP and r.seconds):
         mine = [r for r in measured if r.case == case and r.seconds and not r.implementation.endswith(ALONE)]
         if not mine:
@@ -273,10 +273,10 @@ def says(measured: Sequence[Record]) -> list[str]:
         alone = next((r.seconds for r in measured if (r.case, r.implementation) == (case, best.implementation + ALONE)), None)
         seconds = best.seconds or 0.0
         graph = f"; its graph alone takes {1e3 * alone:.2f} ms" if alone else ""
-        told.append(
+        sentences.append(
             f"{case}: {best.implementation} makes {best.shape['B'] / seconds:,.0f} tokens/s, {1e3 * seconds:.2f} ms a step{graph}."
         )
-    return told
+    return sentences
 
 
 STUDY = Study("step", jobs, table, drawn, says, text_columns=3)

@@ -92,10 +92,10 @@ class SizeJob:
             x = torch.randn(max(rows), self.k, generator=generator, device=device).bfloat16()
             w = torch.randn(self.n, self.k, generator=generator, device=device).mul_(self.k**-0.5)
             weights, zeros = (_rotation(session, halfbyte.quantize(w, name)) for name in (INT4, ZEROS))
-            stored = {name: kernel.store(weights) for name, kernel in KERNELS.items()}
+            layouts = {name: kernel.store(weights) for name, kernel in KERNELS.items()}
             right, same = (judged_loosely(rotation[0].dequantize(), x) for rotation in (weights, zeros))
             for m in rows:
-                forms = _forms(session, weights, stored, x[:m])
+                forms = _forms(session, weights, layouts, x[:m])
                 trials = {name: Trial(name, Work(form.calls, paired=False), one_by_one(right)) for name, form in forms.items()}
                 calls = [partial(halfbyte.linear, x[:m].half(), weight) for weight in zeros]
                 forms[SAME], trials[SAME] = Form(calls, 0, 1), Trial(SAME, Work(calls, paired=False), one_by_one(same))
@@ -140,12 +140,12 @@ def _forms(
     session: Session, weights: Sequence[QuantTensor], stored: Mapping[str, Sequence[Any]], x: torch.Tensor
 ) -> dict[str, Form]:
     """Every kernel cut in every way that it has, and `halfbyte.linear` as it is."""
-    found: dict[str, Form] = {}
+    forms: dict[str, Form] = {}
     for (name, kernel), cut in itertools.product(KERNELS.items(), EVERY):
         with contextlib.suppress(Unsupported):
-            found[f"{name}, {cut}"] = kernel.form(x, stored[name], cut, session.device)
-    found[OURS] = Form([partial(halfbyte.linear, x, weight) for weight in weights], 0, 1)
-    return found
+            forms[f"{name}, {cut}"] = kernel.form(x, stored[name], cut, session.device)
+    forms[OURS] = Form([partial(halfbyte.linear, x, weight) for weight in weights], 0, 1)
+    return forms
 
 
 def _held_against(r: Record, shipped: Record | None) -> Record:
@@ -167,11 +167,10 @@ class SummaryJob:
     def measure(self, session: Session) -> Iterator[Record]:
         """One record for each kernel."""
         for kernel in KERNELS:
-            if found := gains([r for r in session.records if is_square(r)], kernel):
-                average, peak = mean(found.values()), max(found.values())
-                note = (
-                    f"{kernel}: the best cut is {average:.2f}x data-parallel in the mean of {len(found)} cases, {peak:.2f}x at most"
-                )
+            if ratios := gains([r for r in session.records if is_square(r)], kernel):
+                average, peak = mean(ratios.values()), max(ratios.values())
+                mean_gain = f"{average:.2f}x data-parallel in the mean of {len(ratios)} cases"
+                note = f"{kernel}: the best cut is {mean_gain}, {peak:.2f}x at most"
                 record = Record(OP, {}, INT4, kernel, 0, session.environment, case=SUMMARY, note=note)
                 ours = [Target(SUMMARY, INT4, "gain", MEAN_GAIN), Target(SUMMARY, INT4, "peak_gain", PEAK_GAIN)]
                 yield replace(record, bars=judge(ours if kernel == "halfbyte" else [], {"gain": average, "peak_gain": peak}))
@@ -184,13 +183,13 @@ def is_square(r: Record) -> bool:
 
 def gains(measured: Sequence[Record], kernel: str) -> dict[str, float]:
     """How many times faster the best decomposition of a kernel is than its data-parallel form, by case."""
-    found: dict[str, float] = {}
+    speedups: dict[str, float] = {}
     for case in dict.fromkeys(r.case for r in measured if r.op == OP):
         times = _times(measured, case, kernel)
         base = times.pop(DATA_PARALLEL, None)
         if base and times:
-            found[case] = base / min(times.values())
-    return found
+            speedups[case] = base / min(times.values())
+    return speedups
 
 
 def _times(measured: Sequence[Record], case: str, kernel: str) -> dict[Decomposition, float]:
@@ -229,38 +228,38 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     """The gain of the best cut over data-parallel tiles by size, a panel for each kernel and a line for each batch size M; what
     splits of the published kernel cost, by size.
     """
-    found = {kernel: gains([r for r in measured if is_square(r)], kernel) for kernel in KERNELS}
+    speedups = {kernel: gains([r for r in measured if is_square(r)], kernel) for kernel in KERNELS}
     shapes = {r.case: (r.shape["N"], r.shape["M"]) for r in measured if r.shape}
     by_kernel: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for kernel, cases in found.items():
+    for kernel, cases in speedups.items():
         for rows, size, gain in sorted((shapes[case][1], shapes[case][0], gain) for case, gain in cases.items()):
             by_kernel.setdefault(kernel, {}).setdefault(f"M = {rows}", []).append((size, gain))
     if not by_kernel:
         return []
     title = "Gain of the best split-K or stream-K over data-parallel tiles"
-    made = [charts.panels(by_kernel, x_label="N = K", y_label="times data-parallel", title=title, columns=2)]
+    figures = [charts.panels(by_kernel, x_label="N = K", y_label="times data-parallel", title=title, columns=2)]
     if lines := _by_splits(measured):
         title = "The published kernel, M = 1: time by splits over that of 4 splits"
-        made.append(charts.curves(lines, x_label="splits", y_label="times 4 splits", title=title))
-    return made
+        figures.append(charts.curves(lines, x_label="splits", y_label="times 4 splits", title=title))
+    return figures
 
 
 def _by_splits(measured: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
     """Time of the published kernel over its time with 4 splits, by splits; a line for each square, M = 1."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    panels: dict[str, list[tuple[float, float]]] = {}
     for case in dict.fromkeys(r.case for r in measured if is_square(r) and r.shape["M"] == 1):
         times = _times(measured, case, "published")
         if (four := times.get(FOUR)) and len(times) > 1:
             cuts = [(cut.splits, seconds / four) for cut, seconds in times.items() if cut.kind != "stream-k"]
-            found[case.split(", ")[1]] = sorted(cuts)
-    return found
+            panels[case.split(", ")[1]] = sorted(cuts)
+    return panels
 
 
 def says(measured: Sequence[Record]) -> list[str]:
     """The gains of ours and of the published kernel, and what more splits cost that."""
-    told = [f"{r.note[0].upper()}{r.note[1:]}." for r in measured if r.case == SUMMARY]
-    told += _more_splits_said(measured)
-    return told or [
+    sentences = [f"{r.note[0].upper()}{r.note[1:]}." for r in measured if r.case == SUMMARY]
+    sentences += _more_splits_said(measured)
+    return sentences or [
         "No kernel whose work can be cut ran here: they need an NVIDIA GPU, and only halfbyte.linear as it is was timed."
     ]
 

@@ -85,8 +85,8 @@ def _jobs(
     from halfbyte.formats import weight_format
     from halfbyte_lab.tune.search import LinearTuning
 
-    for option, given in (("rows", rows), ("weights", weights)):
-        check(bool(given), f"--{option} names nothing to measure; give one or more, separated by commas")
+    for option, values in (("rows", rows), ("weights", weights)):
+        check(bool(values), f"--{option} names nothing to measure; give one or more, separated by commas")
     for size in (*rows, *(n for features, width in linear for n in (*features, width))):
         check(size > 0, f"rows and features must be above 0; got {size}")
     for (features, width), name in itertools.product(linear, weights):
@@ -98,8 +98,8 @@ def _run(session: Session, jobs: Sequence[LinearTuning], store: Store) -> None:
     from halfbyte.precompile import compile_ahead
     from halfbyte_lab.tune.search import HEADERS, left_out, says, table_rows
 
-    planned = [job.planned(session.device.gpu, session.options.quick) for job in jobs]
-    compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), session.device.gpu.capability)
+    searches = [job.planned(session.device.gpu, session.options.quick) for job in jobs]
+    compile_ahead(((one.problem, plan) for one in searches for plan in one.plans.values()), session.device.gpu.capability)
     session.run(jobs)
     if not session.options.json:
         session.show_tables(f"plans on {session.device.name}", [(HEADERS, table_rows(session.records))], text_columns=2)
@@ -118,13 +118,13 @@ def _list(jobs: Sequence[LinearTuning], quick: bool) -> None:
     from halfbyte.device import gpu_count
 
     gpu = this_gpu()
-    planned = [(job, job.planned(gpu, quick)) for job in jobs]
-    for job, one in planned:
+    searches = [(job, job.planned(gpu, quick)) for job in jobs]
+    for job, one in searches:
         print(f"{job.name}, {job.formats}: {one.refused or f'{len(one.plans)} choices'}")
-    kernels = {(type(one.problem), plan.spec) for _, one in planned for plan in one.plans.values()}
-    choices = sum(len(one.plans) for _, one in planned)
+    kernels = {(type(one.problem), plan.spec) for _, one in searches for plan in one.plans.values()}
+    choices = sum(len(one.plans) for _, one in searches)
     where = f"{gpu.name}{'' if gpu_count() else '; there is no GPU here'}"
-    print(f"{len(planned)} problems, {choices} choices, {len(kernels)} kernels to compile, for {where}")
+    print(f"{len(searches)} problems, {choices} choices, {len(kernels)} kernels to compile, for {where}")
 
 
 def products(text: str) -> list[tuple[tuple[int, ...], int]]:
@@ -132,5 +132,5 @@ def products(text: str) -> list[tuple[tuple[int, ...], int]]:
     one = r"\d+(?:,\d+){0,2}x\d+"
     if text and not re.fullmatch(rf"{one}(,{one})*", text):
         raise InvalidArgument(f"--linear {text!r}; give out features x in features, such as 6144x4096 or 4096,1024,1024x4096")
-    pairs = [found.split("x") for found in re.findall(one, text)]
+    pairs = [product.split("x") for product in re.findall(one, text)]
     return [(tuple(map(int, outs.split(","))), int(width)) for outs, width in pairs]

@@ -95,21 +95,21 @@ def linear_choices(plan: LinearPlan, problem: LinearProblem, gpu: GPU) -> list[L
     """Choices worth measuring, that of the plan first: its shape and its neighbours', each cut in several ways."""
     first = linear_choice(plan)
     shapes = list(_linear_shapes(plan, first, problem, gpu))
-    found = [first]
+    choices = [first]
     for shape in (first, *shapes):
-        made = with_linear_choice(plan, replace(shape, programs=1), problem, gpu)
-        assert isinstance(made, LinearPlan), made
+        full = with_linear_choice(plan, replace(shape, programs=1), problem, gpu)
+        assert isinstance(full, LinearPlan), full
         slots = gpu.num_sms * shape.blocks
-        counts = [fewest_programs(made.tiles, made.steps, gpu.num_sms, shape.blocks), slots]
-        counts.append(even_programs(made.tiles, made.steps, slots))
-        if made.tiles <= 2 * slots:  # one tile each, or as many equal parts of each as fill the GPU once or twice
-            parts = [made.tiles * n for n in range(1, 9)]
+        counts = [fewest_programs(full.tiles, full.steps, gpu.num_sms, shape.blocks), slots]
+        counts.append(even_programs(full.tiles, full.steps, slots))
+        if full.tiles <= 2 * slots:  # one tile each, or as many equal parts of each as fill the GPU once or twice
+            parts = [full.tiles * n for n in range(1, 9)]
             counts += [n for n in parts if 0.5 * slots <= n <= 2 * slots][: None if shape is first else 2]
         for count in counts:
             choice = replace(shape, programs=count)
             if isinstance(with_linear_choice(plan, choice, problem, gpu), LinearPlan):
-                found.append(choice)
-    return list(dict.fromkeys(found))[:MOST_CHOICES]
+                choices.append(choice)
+    return list(dict.fromkeys(choices))[:MOST_CHOICES]
 
 
 def _linear_shapes(plan: LinearPlan, first: LinearChoice, problem: LinearProblem, gpu: GPU) -> Iterator[LinearChoice]:
@@ -195,8 +195,8 @@ class LinearTuning:
         device = session.device.torch
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(self.rows, self.width, generator=generator, device=device).bfloat16()
-        drawn = (torch.randn(n, self.width, generator=generator, device=device).mul_(self.width**-0.5) for n in self.features)
-        weights = [halfbyte.quantize(w, self.formats) for w in drawn]
+        matrices = (torch.randn(n, self.width, generator=generator, device=device).mul_(self.width**-0.5) for n in self.features)
+        weights = [halfbyte.quantize(w, self.formats) for w in matrices]
         nbytes = sum(weight.nbytes for weight in weights)
         count = max(2, session.copies(nbytes))
         rotation = [list(one) for one in zip(*(copies_of(weight, count) for weight in weights), strict=True)]
@@ -216,8 +216,8 @@ def _judge_of(judges: Sequence[Callable[[torch.Tensor], Accuracy]]) -> Judge:
         first.extend(() if first else (y.clone() for y in results))
         if not all(map(torch.equal, first, results)):
             raise BenchmarkRefused("copies of one weight give different results")
-        found = [judge(y) for judge, y in zip(judges, results, strict=True)]
-        return max(found, key=lambda a: math.inf if math.isnan(a.error) else a.error / a.allowed)
+        accuracies = [judge(y) for judge, y in zip(judges, results, strict=True)]
+        return max(accuracies, key=lambda a: math.inf if math.isnan(a.error) else a.error / a.allowed)
 
     return judge
 
@@ -234,20 +234,20 @@ def _tuned(
 ) -> Iterator[Record]:
     """Measure one problem and store what was found; the records of the analytic plan and of what beats it."""
     session.free()
-    planned = job.planned(session.device.gpu, session.options.quick)
-    refused, notes, records = planned.refused and f"the tuned kernels do not run it: {planned.refused}", list[str](), {}
+    search = job.planned(session.device.gpu, session.options.quick)
+    refusal, notes, records = search.refused and f"the tuned kernels do not run it: {search.refused}", list[str](), {}
     try:
-        records = {} if refused else _timed(session, job, shape, planned, ready, notes)
+        records = {} if refusal else _timed(session, job, shape, search, ready, notes)
     except Exception as error:
-        refused = reason(error)
-    if refused:
+        refusal = reason(error)
+    if refusal:
         blank = Record(job.op, shape, job.formats, ANALYTIC, 0, session.environment, case=job.name)
-        yield replace(blank, refused=f"{job.name} {job.formats}: {refused}")
+        yield replace(blank, refused=f"{job.name} {job.formats}: {refusal}")
         return
-    first = next(iter(planned.plans))
+    first = next(iter(search.plans))
     best = better(records, first)
     seconds, analytic = ((records[choice].seconds or 0.0) for choice in (best or first, first))
-    store.add(planned.problem, TunedEntry(best, seconds, analytic, session.environment.date[:10]))
+    store.add(search.problem, TunedEntry(best, seconds, analytic, session.environment.date[:10]))
     for name, choice in {ANALYTIC: first, TUNED: best}.items():
         if choice is not None:
             yield replace(records[choice], case=job.name, implementation=name, note="; ".join([str(choice), *notes]))
@@ -272,17 +272,17 @@ def _timed(
             def candidates() -> list[Candidate]:
                 return [Candidate(str(c), job.formats, nbytes, calls(planned.plans[c]), judge()) for c in choices]
 
-            found = dict(zip(choices, session.part(effort).measure(Case(job.op, job.name, shape, candidates)), strict=True))
-            failed = {c: r.refused or r.method for c, r in found.items() if r.refused or NOT_CAPTURED in r.method}
-            if choices[0] in failed:
-                raise BenchmarkRefused(failed[choices[0]])
-            notes.extend(f"{c}: {why}" for c, why in failed.items())
-            return {c: r for c, r in found.items() if c not in failed}
+            results = dict(zip(choices, session.part(effort).measure(Case(job.op, job.name, shape, candidates)), strict=True))
+            failures = {c: r.refused or r.method for c, r in results.items() if r.refused or NOT_CAPTURED in r.method}
+            if choices[0] in failures:
+                raise BenchmarkRefused(failures[choices[0]])
+            notes.extend(f"{c}: {why}" for c, why in failures.items())
+            return {c: r for c, r in results.items() if c not in failures}
 
-        screened = measured(list(planned.plans), SCREEN)
-        notes.insert(0, f"{len(screened)} of {len(planned.plans)} choices timed")
-        first, *others = screened
-        others.sort(key=lambda c: screened[c].seconds or 0.0)
+        screening = measured(list(planned.plans), SCREEN)
+        notes.insert(0, f"{len(screening)} of {len(planned.plans)} choices timed")
+        first, *others = screening
+        others.sort(key=lambda c: screening[c].seconds or 0.0)
         return measured([first, *others[:_LEFT]], FINAL)
 
 
@@ -301,11 +301,11 @@ HEADERS = ("problem", "formats", "analytic us", "tuned us", "faster", "choice")
 
 def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row a problem: before and after."""
-    found = {(r.case, r.formats): r for r in measured if r.implementation == TUNED}
+    by_case = {(r.case, r.formats): r for r in measured if r.implementation == TUNED}
     rows: list[tuple[str, ...]] = []
     for r in measured:
         if r.implementation == ANALYTIC and r.seconds:
-            best = found.get((r.case, r.formats))
+            best = by_case.get((r.case, r.formats))
             after = ("", "", "analytic")
             if best and best.seconds:
                 gain = f"{100 * (r.seconds / best.seconds - 1):.1f} %"
