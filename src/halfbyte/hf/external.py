@@ -259,11 +259,12 @@ class ExternalCheckpoint:
                 f"scales of activations and caches in the files ({kinds}) are not used: activations stay in 16 bits, and a packed "
                 f"cache has scales of its own"
             )
+        ours = {*layers}
         #: The tensors that transformers loads as they are.
         self.plain = {
             name: self.infos[name]
             for name in rest
-            if name not in unused and not self.names.is_dropped(name) and not self._is_spare(name, {*layers})
+            if name not in unused and not self.names.is_dropped(name) and not self._is_spare(name, ours)
         }
         for name, info in self.plain.items():
             if isinstance(adapter, Expanded) and info.dtype is torch.float8_e4m3fn:
