@@ -15,8 +15,7 @@ from tiny_models import FAMILIES, VOCAB
 import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
 from halfbyte.hf import graph_generate
-from halfbyte.hf.lookup import MOST_DRAFTS, LookupForward, drafted
-from halfbyte.hf.recorded_step import kept_steps
+from halfbyte.hf.recorded_step import MOST_DRAFTS, LookupForward, drafted, kept_steps
 
 __all__ = ["packed", "taped"]  # fixtures
 
@@ -59,7 +58,7 @@ def right_drafts(monkeypatch):
     monkeypatch.setattr(LookupForward, "_run", lambda *a: steps.append(1) or run(*a))
 
     def use(text, wrong):
-        monkeypatch.setattr("halfbyte.hf.lookup.drafted", Oracle(text, wrong))
+        monkeypatch.setattr("halfbyte.hf.recorded_step.drafted", Oracle(text, wrong))
         del steps[:]
         return steps
 
@@ -209,7 +208,7 @@ def test_the_device_is_read_once_in_two_steps(packed, prompt, right_drafts, monk
     with_drafts(model, ids)
     assert len(steps) < 15
     assert reads.files.count("graph_generate.py") <= len(steps) // 2 + 2
-    assert "lookup.py" not in reads.files
+    assert "recorded_step.py" not in reads.files
     assert "choice.py" not in reads.files
 
 

@@ -306,14 +306,14 @@ STATE = [
     ),
     Mutant(
         "tokens behind an end kept because a draft proposed them",
-        "hf/lookup.py",
+        "hf/recorded_step.py",
         "LookupForward.take",
         Rewrite("_a & _b & ~_e[:, :-1]", "_a & _b"),
         tests_of("hf/test_hf_lookup.py")("test_ends_inside_of_accepted_drafts"),
     ),
     Mutant(
         "a rejected draft finishes a block of per-channel keys",
-        "hf/lookup.py",
+        "hf/recorded_step.py",
         "LookupForward._draft",
         Rewrite("self.block is not None", "False"),
         tests_of("hf/test_hf_lookup.py")("test_greedy_of_every_kind_of_cache"),
@@ -327,14 +327,14 @@ STATE = [
     ),
     Mutant(
         "rejected drafts leave the tail as they found it",
-        "hf/drafts.py",
+        "hf/cache_layers.py",
         "Drafts.take_back",
         Rewrite("_t.copy_(_h)", "None"),
         drafts("test_rejected_drafts_leave_no_trace"),
     ),
     Mutant(
         "drafts read the block that a later one finishes",
-        "hf/drafts.py",
+        "hf/cache_layers.py",
         "Drafts._starts",
         Rewrite("(held + i + 1) % block == 0", "False"),
         drafts("test_drafts_change_no_token"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,13 @@ from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
-from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.rotate_heads import rotate_heads
+
+if TYPE_CHECKING:
+    from halfbyte.hf.cache_layers import Chunk, Drafts
 
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
 NAME = "halfbyte"

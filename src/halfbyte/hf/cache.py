@@ -11,8 +11,7 @@ from transformers.cache_utils import Cache
 from halfbyte.cache_options import token_bytes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.attention import DECODE_QUERIES
-from halfbyte.hf.cache_layers import PackedLayer, cache_layer, state_bytes
-from halfbyte.hf.drafts import Chunk, Drafts
+from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
 from halfbyte.hf.model_support import (
     BUCKET,
     check_model_support,

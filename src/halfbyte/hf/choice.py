@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
-from halfbyte.hf.lookup import LookupForward
-from halfbyte.hf.recorded_step import Recorded, Tokens
+from halfbyte.hf.recorded_step import LookupForward, Recorded, Tokens
 from halfbyte.ops.greedy import greedy
 from halfbyte.reference.greedy import Ends, Held
 

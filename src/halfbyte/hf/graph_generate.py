@@ -6,7 +6,7 @@ prompt as transformers does and then, for every token:
     tokens -> static input ids -> [model.forward, positions + 1] -> logits -> [processors, choice, ends] -> tokens
                                   one CUDA graph, replayed                   one more, where only logits decide
 
-or, with prompt_lookup_num_tokens=, for every run of accepted drafts (`lookup.py`).
+or, with prompt_lookup_num_tokens=, for every run of accepted drafts (`recorded_step.py`).
 
 Graphs are kept for the next call (`recorded_step.py`). A choice that depends on more than logits is launched by the host for each
 token (`choice.py`). The forward is that of `fused_blocks.py` where the family has one.
@@ -35,9 +35,8 @@ from halfbyte.hf.attention import CACHE
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
-from halfbyte.hf.lookup import MOST_DRAFTS, LookupForward
 from halfbyte.hf.model_support import rotations_by_length, tensors_of
-from halfbyte.hf.recorded_step import Forward, keep_step, take_step
+from halfbyte.hf.recorded_step import MOST_DRAFTS, Forward, LookupForward, keep_step, take_step
 from halfbyte.hf.weights import ranks_of
 
 #: Steps between two looks at whether all sequences have finished; with drafts, which make fewer and longer steps.
