@@ -68,7 +68,8 @@ CASES = (
     Product("int4_g32_fp32", 24, (130,), 1056),
     Product("nvfp4", 20, (130,), 1056, torch.float16, num_sms=2),  # a step whose last scales are half a word
     Product("int4_g128", 40, (130, 64, 64), 128, num_sms=2),  # tiles of one step
-    Product("int4_g128", 300, (200,), 640),  # warps of their own copy x; a tile that is left is cut into three parts
+    Product("int4_g128", 300, (200,), 640),  # one warp copies x, eight multiply
+    Product("int4_sym_g128", 192, (128,), 4096, num_sms=6),  # two tiles, three parts of each
     Product("int4_g64", 193, (130,), 320, torch.float16, bias=True, num_sms=8),
     Product("int8_g128", 192, (130,), 384, num_sms=2),
     Product("int8_col", 192, (40,), 1040, torch.float16, num_sms=2),  # rings are gone round more than once

@@ -145,13 +145,13 @@ LINEAR = [
         LARGE,
         "_multiply",
         Rewrite("warpgroup_mma_wait(1, deps=_d)", "warpgroup_mma_wait(2, deps=_d)"),
-        emulated("test_products_keep_their_promise[nvfp4-192x128x256]"),
+        emulated("test_products_keep_their_promise[nvfp4-200x66x1056]"),
     ),
     Mutant(
         "x is read before it is there",
         LARGE,
-        "_await_asm",
-        InText("@!q bra again;", ""),
+        "_multiply",
+        Rewrite("[_x * 8, _p]", "[_x * 8, _p ^ 1]"),
         emulated("test_products_keep_their_promise[nvfp4-192x128x256]"),
     ),
     Mutant(
@@ -159,7 +159,7 @@ LINEAR = [
         LARGE,
         "_exchange",
         Rewrite("range(first + 1, first + parts)", "range(first + 1, first + parts - 1)"),
-        emulated("test_products_keep_their_promise[int4_g128-300x200x640]"),
+        emulated("test_products_keep_their_promise[int4_sym_g128-192x128x4096]"),
     ),
     Mutant(
         "a lane takes the byte of another",
