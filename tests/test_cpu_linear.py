@@ -248,3 +248,10 @@ for name in ("int4_g32", "nvfp4", "nf4", "int8_g128"):
 """
     machine = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": INSTRUCTIONS[name], "NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], env={**os.environ, **machine}, check=True)
+
+
+def test_a_process_of_vllm_imports_no_numba() -> None:
+    """After which vLLM could start no other engine."""
+    code = "import sys, types; sys.modules['vllm'] = types.ModuleType('vllm'); import torch, halfbyte as hb; "
+    code += "hb.linear(torch.randn(1, 64), hb.quantize(torch.randn(8, 64), 'int8_col')); assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import platform
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,8 +28,14 @@ MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 
 @functools.cache
 def compiler_works() -> bool:
-    """Whether loops can be compiled: numba is there (`pip install halfbyte[cpu]`), and on x86 the CPU has AVX2."""
+    """Whether loops can be compiled: numba is there (`pip install halfbyte[cpu]`), and on x86 the CPU has AVX2.
+
+    Not in a process that runs vLLM: once numba is imported there, vLLM 0.32 cannot start another engine, because its scan of
+    modules for Triton kernels fails on a wrapper of llvmlite.
+    """
     if platform.machine() not in MACHINES or importlib.util.find_spec("numba") is None:
+        return False
+    if "vllm" in sys.modules and "numba" not in sys.modules:
         return False
     try:
         importlib.import_module("numba")
