@@ -440,8 +440,8 @@ def test_awkward_shapes(drawn: tuple[Case, int]) -> None:
 @pytest.mark.parametrize("name", ["int8", "int8_tensor", "int8_token", "int8_g32", "int4", "int4_g64"])
 def test_loops_read_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits on any number of threads, and for a sequence alone and among others."""
-    read = mock.Mock(wraps=attention_codes.Codes)
-    monkeypatch.setattr(cpu, "Codes", read)
+    read = mock.Mock(wraps=attention_codes.Walk)
+    monkeypatch.setattr(cpu, "Walk", read)
     cache = KVCache(3, 2, 64, 96, keys=name, values=name)
     cache.append(torch.randn(3, 2, 80, 64).bfloat16(), torch.randn(3, 2, 80, 64).bfloat16())
     q = torch.randn(3, 8, 1, 64).bfloat16()

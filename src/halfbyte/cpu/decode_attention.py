@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from halfbyte.cpu.attention_codes import Codes, reads_codes
+from halfbyte.cpu.attention_codes import Tokens, Walk, reads_codes
 from halfbyte.cpu.codes import unpack_into
 from halfbyte.device import SPINNING
 from halfbyte.formats import Format
@@ -61,15 +61,16 @@ def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tens
 
 def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, L, D] over the memory of B sequences, or of one that all share (lengths [1]); query_start [B]."""
-    if c.q.is_cpu:
-        SPINNING.step()
     q, keys, values, lengths, page_table, options = c.q, c.keys, c.values, c.lengths, c.page_table, c.options
     query_start, queries = c.first_query, q.shape[2]
     rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]
+    if len(rows) == len(lengths) and not span.padded and reads_codes(rows, keys) and reads_codes(rows, values):
+        return _walk_codes(c, rows, span)
+    if q.is_cpu:
+        SPINNING.step()
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
     oldest, limit = oldest_visible(query_start, options), options.limit(lengths)
     oldest = oldest if len(oldest) == len(limit) else oldest.amin(0, keepdim=True)
-    shared = span.padded or len(rows) != len(lengths)
     scratch = rows.new_empty(len(lengths) * rows.shape[1] * span.step * max(keys.dim, values.dim))
 
     peak = rows.new_full((*rows.shape[:3], 1), -torch.inf)  # [B, H, R, 1]
@@ -81,14 +82,11 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.arange(lo, lo + size, device=q.device).view(1, 1, 1, -1)
         masked = not span.all_visible(lo, lo + size)
 
-        if reads_codes(rows, keys, shared=shared):
-            scores = _codes(keys, page_table, lo, hi).scores(rows)  # [B, H, R, n]
-        else:
-            block, scale = _load(keys, page_table, lo, hi, scratch)
-            scale = _put_tail(keys, block, scale, lengths, lo)
-            scores = _product(rows, _filled(block, size).mT)
-            if scale is not None:
-                scores.mul_(_filled_scale(scale, size).mT)
+        block, scale = _load(keys, page_table, lo, hi, scratch)
+        scale = _put_tail(keys, block, scale, lengths, lo)
+        scores = _product(rows, _filled(block, size).mT)  # [B, H, R, n]
+        if scale is not None:
+            scores.mul_(_filled_scale(scale, size).mT)
         per_query = scores.view(q.shape[0], -1, queries, size)  # the same memory, [B, Hq, L, n]
         _adjust(per_query, positions, tokens, options)
         if masked:
@@ -100,9 +98,6 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
         keep = peak.sub_(shift).exp_()
         peak = rise
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
-        if reads_codes(rows, values, shared=shared):
-            out = out.mul_(keep).add_(_codes(values, page_table, lo, hi).weighted_sum(p))
-            continue
         stored = stored_tokens(tokens[..., : hi - lo].mT, limit, oldest) if masked else None
         block, scale = _load(values, page_table, lo, hi, scratch, stored)
         scale = _put_tail(values, block, scale, lengths, lo, stored)
@@ -112,12 +107,19 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     return _finish(q, out, peak, total, options)
 
 
-def _codes(buffer: KVBuffer, page_table: torch.Tensor | None, lo: int, hi: int) -> Codes:
-    """Tokens [lo, hi) of a buffer for the compiled loops."""
+def _walk_codes(c: DecodeCall, rows: torch.Tensor, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_walk` by the compiled loop; pages are gathered a block at a time."""
+    walk, step = Walk(c, rows), max(span.last - span.first, 1) if c.page_table is None else span.step
+    for lo in range(span.first, span.last, step):
+        hi = min(lo + step, span.last)
+        walk.visit(*(_tokens(side, c.page_table, lo, hi) for side in (c.keys, c.values)), lo)
+    return _finish(c.q, *walk.result(), c.options)
+
+
+def _tokens(buffer: KVBuffer, page_table: torch.Tensor | None, lo: int, hi: int) -> Tokens:
     codes, scales, offsets = (None if t is None else _rows(t, page_table, lo, hi) for t in buffer.tensors()[:3])
     assert codes is not None and scales is not None
-    spread = (None if t is None else _spread(t, buffer.format, None) for t in (scales, offsets))
-    return Codes(buffer, codes, *spread)  # type: ignore[arg-type]
+    return Tokens(codes, _spread(scales, buffer.format, None), None if offsets is None else _spread(offsets, buffer.format, None))
 
 
 def _product(rows: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
