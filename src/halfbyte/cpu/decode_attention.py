@@ -112,7 +112,7 @@ def _walk_codes(c: DecodeCall, rows: torch.Tensor, span: _Span) -> tuple[torch.T
     walk, step = Walk(c, rows), max(span.last - span.first, 1) if c.page_table is None else span.step
     for lo in range(span.first, span.last, step):
         hi = min(lo + step, span.last)
-        walk.visit(*(_tokens(side, c.page_table, lo, hi) for side in (c.keys, c.values)), lo)
+        walk.visit(_tokens(c.keys, c.page_table, lo, hi), _tokens(c.values, c.page_table, lo, hi), lo)
     return _finish(c.q, *walk.result(), c.options)
 
 
