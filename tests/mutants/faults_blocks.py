@@ -159,7 +159,7 @@ BLOCK = [
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
         "_Loop._steps",
-        Rewrite("fused is not None", "False"),
+        Rewrite("view is not None", "False"),
         blocks("test_the_same_tokens[llama-1]"),
     ),
 ]

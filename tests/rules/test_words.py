@@ -25,7 +25,7 @@ LEFT_IN_SRC: dict[str, int] = {r"peers?": 2, r"planes?": 3, SPELLING: 5, NEIGHBO
 #: Where names of locals are held to be nouns, and the largest share, in %, of participles among their bindings: it may only fall.
 #: Kernels' text is hashed; their names change when they do.
 SHARES = {
-    "src": (tuple(path for path in sorted((ROOT / "src" / "halfbyte").iterdir()) if path.name != "kernels"), 2.70),
+    "src": (tuple(path for path in sorted((ROOT / "src" / "halfbyte").iterdir()) if path.name != "kernels"), 0.5),
     "lab": ((ROOT / "lab",), 0.5),
 }
 

@@ -82,8 +82,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
     """The adapter of a quantization_config. Raises `Unsupported` for a method, or an option of it, without support."""
-    method, (name, expanded) = config["quant_method"], _expanded(config)
-    if expanded is not None:
+    method, (name, expansion) = config["quant_method"], _expanded(config)
+    if expansion is not None:
         raise Unsupported(
             f"no weight format has the codes of {name!r}; round the folder to one: halfbyte.hf.load(folder, weights='int8_g128')"
         )
@@ -122,8 +122,8 @@ def weight_from_tensors(
     for part, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             raise InvalidArgument(f"tensors[{part!r}] is a {type(t).__name__}; expected a tensor")
-    stored = {f"{name}.{part}": t for part, t in tensors.items()}
-    return make_adapter(quantization_config).convert(StoredLayer(name, out_features, in_features, stored))
+    by_name = {f"{name}.{part}": t for part, t in tensors.items()}
+    return make_adapter(quantization_config).convert(StoredLayer(name, out_features, in_features, by_name))
 
 
 def read_quantization(folder: Path) -> dict[str, Any] | None:

@@ -91,11 +91,11 @@ class BitsAndBytes(Adapter):
 
 def _absmax(layer: StoredLayer, shape: tuple[int, int], block: int) -> torch.Tensor:
     """The scale of each block, fp32. A forward on a CPU leaves them in bf16 and transposed, and so they are saved."""
-    used = (shape[1] // block, shape[0])
+    blocks = (shape[1] // block, shape[0])
     info = layer.info("weight.absmax")
     if shape[1] % block or info is None or info.dtype is not torch.bfloat16:
         return layer.tensor("weight.absmax", (_blocks(shape, block),), torch.float32)
-    return layer.tensor("weight.absmax", used, torch.bfloat16).T.float().flatten()
+    return layer.tensor("weight.absmax", blocks, torch.bfloat16).T.float().flatten()
 
 
 def _nested(layer: StoredLayer, state: _State, base: Format, codes: torch.Tensor) -> QuantTensor:
@@ -144,8 +144,8 @@ def _read_state(layer: StoredLayer) -> _State:
 
 def _check_map(layer: StoredLayer, part: str, code: Code) -> None:
     """The stored table must hold the numbers that our code of this name stands for."""
-    stored = layer.tensor(part, (16,), torch.float32)
-    if not torch.equal(stored, code.codebook()):
+    table = layer.tensor(part, (16,), torch.float32)
+    if not torch.equal(table, code.codebook()):
         raise Unsupported(f"{layer.name}.{part} is not the table of {code.name}; halfbyte has no format for other tables")
 
 

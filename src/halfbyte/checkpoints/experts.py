@@ -25,8 +25,8 @@ Weights = Mapping[str, QuantTensor]
 def stack(name: str, experts: Sequence[Weights], rows: Sequence[torch.Tensor]) -> QuantTensor:
     """[E, N, K]: expert e has the rows `rows[e]`, integers [N], of its weights one below the other. `name` is for errors."""
     fmt = _common_format(name, [weight for weights in experts for weight in weights.items()])
-    ordered = any(weight.perm is not None for weights in experts for weight in weights.values())
-    matrices = [_parts(name, weights, fmt, index, ordered) for weights, index in zip(experts, rows, strict=True)]
+    has_perm = any(weight.perm is not None for weights in experts for weight in weights.values())
+    matrices = [_parts(name, weights, fmt, index, has_perm) for weights, index in zip(experts, rows, strict=True)]
     parts = {part: torch.stack([matrix[part] for matrix in matrices]) for part in matrices[0]}
     return QuantTensor(fmt, (*parts["codes"].shape[:2], parts["codes"].shape[2] * fmt.code.per_byte), **parts)
 
@@ -83,11 +83,11 @@ def _parts(name: str, weights: Weights, fmt: Format, rows: torch.Tensor, ordered
     perms = [torch.arange(w.shape[1], dtype=torch.int32) if w.perm is None else w.perm for w in alike] if ordered else []
     if any(not torch.equal(perm, perms[0]) for perm in perms):
         raise Unsupported(f"{name}: {', '.join(weights)} are in different act-orders, and the model computes them as one")
-    stored = [{name: part for name, part in w.parts().items() if name not in ("perm", "tensor_scale")} for w in alike]
-    for parts, weight in zip(stored, alike, strict=True):
+    layers = [{name: part for name, part in w.parts().items() if name not in ("perm", "tensor_scale")} for w in alike]
+    for parts, weight in zip(layers, alike, strict=True):
         if weight.tensor_scale is not None:
             parts["tensor_scale"] = weight.tensor_scale.expand(weight.shape[0])
-    matrix = {name: torch.cat([parts[name] for parts in stored]).index_select(0, rows) for name in stored[0]}
+    matrix = {name: torch.cat([parts[name] for parts in layers]).index_select(0, rows) for name in layers[0]}
     return {**matrix, "perm": perms[0]} if ordered else matrix
 
 

@@ -103,8 +103,8 @@ def _too_much(file: Path) -> CheckpointError:
 def _check_integer(file: Path, name: str, value: int) -> None:
     limit = MAX_COUNT if _COUNTS.search(name) else MAX_SIZE
     if abs(value) > limit:
-        shown = str(value) if abs(value) < 1 << 64 else f"an integer of {value.bit_length()} bits"
-        raise CheckpointError(f"{file}: {name[:80]!r} is {shown}; at most {limit} is believed")
+        digits = str(value) if abs(value) < 1 << 64 else f"an integer of {value.bit_length()} bits"
+        raise CheckpointError(f"{file}: {name[:80]!r} is {digits}; at most {limit} is believed")
 
 
 def _check_kind(folder: Path, file: Path) -> None:
@@ -116,10 +116,10 @@ def _check_kind(folder: Path, file: Path) -> None:
     if file.is_symlink():
         root, target = folder.resolve(), file.resolve()
         snapshots = [parent for parent in root.parents if parent.name == "snapshots"]
-        allowed = [root, *((parent.parent / "blobs").resolve() for parent in snapshots[:1])]
-        allowed += [root.parent] if root.parent != Path(root.anchor) else []
+        roots = [root, *((parent.parent / "blobs").resolve() for parent in snapshots[:1])]
+        roots += [root.parent] if root.parent != Path(root.anchor) else []
         user = os.getuid() if hasattr(os, "getuid") else 0
-        if not any(target.is_relative_to(each) for each in allowed) and not (user and os.stat(target).st_uid == user):
+        if not any(target.is_relative_to(each) for each in roots) and not (user and os.stat(target).st_uid == user):
             raise CheckpointError(
                 f"{file}: a link to {target}, which is neither below {root.parent}, nor in the Hub's cache, nor a file of yours; "
                 f"copy it there"

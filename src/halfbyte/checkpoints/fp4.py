@@ -25,20 +25,22 @@ MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
 def mxfp4_weight(layer: StoredLayer, codes: str, scales: str) -> QuantTensor:
     """From the tensors of these names below the layer."""
     n, k = _even_blocks(layer, codes, 32)
-    stored = layer.tensor(scales, (n, k // 32), torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
-    layer.check_scales(scales, e8m0_to_float(stored), reach_of(MXFP4))
-    return QuantTensor(MXFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored)
+    exponents = layer.tensor(scales, (n, k // 32), torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+    layer.check_scales(scales, e8m0_to_float(exponents), reach_of(MXFP4))
+    return QuantTensor(MXFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), exponents)
 
 
 def nvfp4_weight(layer: StoredLayer, codes: str, scales: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
     """From the tensors of these names below the layer. `divides`: the tensor's scale is the reciprocal of ours."""
     n, k = _even_blocks(layer, codes, 16)
-    stored = layer.tensor(scales, (n, k // 16), torch.float8_e4m3fn)
+    block_scales = layer.tensor(scales, (n, k // 16), torch.float8_e4m3fn)
     factor = layer.check_scales(tensor_scale, layer.tensor(tensor_scale, (1,), torch.float32), 1)
     if divides:
         factor = layer.check_scales(tensor_scale, 1 / factor, 1)
-    layer.check_scales(scales, stored.float() * factor, reach_of(NVFP4))
-    return QuantTensor(NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored.view(torch.uint8), tensor_scale=factor)
+    layer.check_scales(scales, block_scales.float() * factor, reach_of(NVFP4))
+    return QuantTensor(
+        NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), block_scales.view(torch.uint8), tensor_scale=factor
+    )
 
 
 def _even_blocks(layer: StoredLayer, part: str, block: int) -> tuple[int, int]:
@@ -119,7 +121,7 @@ class GptOss(Quark):
                 f"expected [E, N, G, 16] and [E, N, G]"
             )
         experts, out_features, groups = scales.shape
-        stored = read_tensor(scales).view(torch.uint8)
-        if bool((stored == 255).any()):
+        exponents = read_tensor(scales).view(torch.uint8)
+        if bool((exponents == 255).any()):
             raise CheckpointError(f"{name}_scales holds scales that are NaN")
-        return QuantTensor(MXFP4, (experts, out_features, groups * 32), read_tensor(blocks).flatten(2), stored)
+        return QuantTensor(MXFP4, (experts, out_features, groups * 32), read_tensor(blocks).flatten(2), exponents)

@@ -71,10 +71,10 @@ class Gptq(Adapter):
         scales = layer.scales("scales", (groups, n), 255)
         if self.uniform and self.group is not None and groups * (self.group if self.group != -1 else k) != k:
             layer.refuse("scales", f"has {groups} groups; the configuration says groups of {self.group}, of {k} in features")
-        stored = layer.tensor("qzeros", (groups, words(n, bits)), torch.int32)
+        qzeros = layer.tensor("qzeros", (groups, words(n, bits)), torch.int32)
         if self.symmetric:
-            _check_symmetric(layer, stored, bits)
-        zeros = None if self.symmetric else self._zeros(stored, bits, n).T.contiguous()
+            _check_symmetric(layer, qzeros, bits)
+        zeros = None if self.symmetric else self._zeros(qzeros, bits, n).T.contiguous()
         return integer_weight(layer, bits, codes, scales.T.contiguous(), zeros, self._groups(layer), part="scales")
 
     def _bits(self, layer: StoredLayer, rows: int, k: int) -> int:

@@ -36,10 +36,10 @@ def integer_weight(
         layer.refuse(part, f"has {groups} groups, which do not divide the {layer.in_features} in features")
     perm = None if g_idx is None else _order(layer, g_idx, groups, order)
     code = _code(layer, bits, symmetric=zeros is None)
-    stored = scales.half()
-    if not torch.equal(stored.float(), scales.float()):
-        stored = scales.float()
-    fmt = _format(layer, code, layer.in_features // groups if groups > 1 else None, stored.dtype)
+    rounding = scales.half()
+    if not torch.equal(rounding.float(), scales.float()):
+        rounding = scales.float()
+    fmt = _format(layer, code, layer.in_features // groups if groups > 1 else None, rounding.dtype)
     repeat = fmt.scale_shape((layer.out_features, layer.in_features))[1] // groups
     if perm is not None:
         codes = codes[:, perm.long()]
@@ -47,7 +47,7 @@ def integer_weight(
         fmt,
         (layer.out_features, layer.in_features),
         pack_codes(codes.contiguous(), code.bits) if code.per_byte > 1 else (codes ^ 128).view(torch.int8),
-        stored.repeat_interleave(repeat, dim=1),
+        rounding.repeat_interleave(repeat, dim=1),
         None if zeros is None else zeros.repeat_interleave(repeat, dim=1),
         perm=perm,
     )

@@ -42,8 +42,8 @@ class StoredLayer:
         if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in dtypes:
             types = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             self.refuse(part, f"is {str(info.dtype).removeprefix('torch.')} {list(info.shape)}; expected {types} {list(shape)}")
-        stored = info.detach().to("cpu", copy=True) if isinstance(info, torch.Tensor) else read_tensor(info)
-        return stored.reshape(shape)
+        data = info.detach().to("cpu", copy=True) if isinstance(info, torch.Tensor) else read_tensor(info)
+        return data.reshape(shape)
 
     def scales(self, part: str, shape: Shape, reach: float) -> torch.Tensor:
         """`name.part` of this shape, scales of codes up to `reach`, in floating point, as `check_scales` lets them pass."""

@@ -30,8 +30,8 @@ class Overrides:
 
     def of(self, name: str) -> Settings:
         """The settings of a layer; empty for a layer without any of its own."""
-        searched = (settings for pattern, settings in self.expressions if pattern.search(name[:MAX_NAME]))
-        return self.names[name] if name in self.names else next(searched, {})
+        matches = (settings for pattern, settings in self.expressions if pattern.search(name[:MAX_NAME]))
+        return self.names[name] if name in self.names else next(matches, {})
 
 
 def expression(pattern: str, *, anchored: bool = False) -> re.Pattern[str]:

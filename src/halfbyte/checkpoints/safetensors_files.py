@@ -164,8 +164,8 @@ def _read_shards(root: Path) -> tuple[dict[str, TensorInfo], bool]:
     for name, shard in weight_map.items():
         if name not in headers[shard]:
             _damaged(root / INDEX, f"it places {name!r} in {shard!r}, which does not hold it")
-    listed = {name: headers[shard][name] for name, shard in weight_map.items()}
-    return listed, len(listed) < sum(map(len, headers.values()))
+    infos = {name: headers[shard][name] for name, shard in weight_map.items()}
+    return infos, len(infos) < sum(map(len, headers.values()))
 
 
 def _inside(root: Path, name: str) -> Path:

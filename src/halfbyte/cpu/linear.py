@@ -87,12 +87,12 @@ def _has_bf16() -> bool:
 
 def product(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """[N, M] of rows [M, K], in fp32 or float64 as they are, or by the GEMM of bf16 rounded to it; bias [N]."""
-    compiled = _is_compiled(rows)
-    if compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
+    is_compiled = _is_compiled(rows)
+    if is_compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
         return _plus(_by_codes(rows, weight), bias)
     if rows.is_cpu:
         SPINNING.step()
-    decode = _Compiled(weight) if compiled else _Torch(weight, rows.dtype)
+    decode = _Compiled(weight) if is_compiled else _Torch(weight, rows.dtype)
     if rows.dtype is torch.bfloat16:
         return _by_bf16(rows, weight, bias, decode)
     features = weight.codes.shape[0]

@@ -155,10 +155,10 @@ def attention(
 
     def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if q.shape[2] > DECODE_QUERIES:
-            found = prefill_attention(q, k, v, kv, **options)
+            out = prefill_attention(q, k, v, kv, **options)
         else:
-            found = decode_attention(q, kv, query_start=None if layer.chunk is None else layer.chunk.held, **options)
-        return cast(torch.Tensor, found)  # a pair only with return_lse
+            out = decode_attention(q, kv, query_start=None if layer.chunk is None else layer.chunk.held, **options)
+        return cast(torch.Tensor, out)  # a pair only with return_lse
 
     if torch.compiler.is_compiling() or layer.drafts is None:
         return _by_token(read(query, key.new, value.new), layer), None
@@ -221,10 +221,10 @@ def _check_supported(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise Unsupported(
             f"{type(module).__name__} attends to both sides (is_causal is False); attention over a packed cache is causal"
         )
-    for name, given in kwargs.items():
-        if given is None or (given is False and name != "is_causal"):
+    for name, value in kwargs.items():
+        if value is None or (value is False and name != "is_causal"):
             continue
-        if name == "is_causal" and not given:
+        if name == "is_causal" and not value:
             raise Unsupported("is_causal=False: attention over a packed cache is causal")
         if name == "output_attentions":
             raise Unsupported(NO_WEIGHTS)
@@ -297,8 +297,8 @@ def mask(
     its shape never changes, so a compiled decode step stays one graph. Any other cache gets transformers' own mask for sdpa.
     """
     if kv_offset != PACKED:
-        given = {**kwargs, "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
-        plain: torch.Tensor | None = sdpa_mask(**given, kv_offset=kv_offset, attention_mask=attention_mask, use_vmap=use_vmap)
+        arguments = {**kwargs, "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+        plain: torch.Tensor | None = sdpa_mask(**arguments, kv_offset=kv_offset, attention_mask=attention_mask, use_vmap=use_vmap)
         return plain
     if use_vmap:
         raise Unsupported(

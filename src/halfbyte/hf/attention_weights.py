@@ -147,8 +147,8 @@ def _measure(
 def _amplitude_rotated(bias: torch.Tensor) -> torch.Tensor:
     """How large a bias [heads, D] is in rotated keys, [heads]: a few dims add up, and of many no more than a normal sum does."""
     size = block_size(bias.shape[1])
-    turned = torch.hypot(bias, bias.roll(bias.shape[1] // 2, -1))  # what RoPE makes of a dim at most
-    blocks = turned.unflatten(-1, (-1, size))
+    amplitude = torch.hypot(bias, bias.roll(bias.shape[1] // 2, -1))  # what RoPE makes of a dim at most
+    blocks = amplitude.unflatten(-1, (-1, size))
     normal = 3 * (blocks.square().sum(-1) / 2).sqrt()  # half of a pair's square in each of its dims, on average
     return torch.mul(torch.minimum(blocks.sum(-1), normal).amax(-1), size**-0.5)
 

@@ -188,19 +188,19 @@ def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iter
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     positions[:, -1] = (getattr(config, "max_position_embeddings", None) or 1024) - 1
 
-    def run(part: slice, held: PackedCache) -> None:
-        options = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part], "use_cache": True, CACHE: held}
+    def run(part: slice, kv_cache: PackedCache) -> None:
+        options = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part], "use_cache": True, CACHE: kv_cache}
         decoder(inputs_embeds=states[:, part].clone(), **options)
 
-    for held in (cache, twin):
-        run(slice(0, _PROMPT), held)
+    for kv_cache in (cache, twin):
+        run(slice(0, _PROMPT), kv_cache)
     for step in range(_PROMPT, _PROMPT + 2):
         for layer in cache.packed:
             layer.calls = []
         with _recording(list(around.modules())) as calls:
             run(slice(step, step + 1), cache)
-        attended = [getattr(layer, "calls", None) or [] for layer in cache.layers]
-        yield Reading(list(_by_block(calls, layers)), calls, attended, cache, twin)
+        attention_calls = [getattr(layer, "calls", None) or [] for layer in cache.layers]
+        yield Reading(list(_by_block(calls, layers)), calls, attention_calls, cache, twin)
 
 
 @contextmanager

@@ -84,12 +84,12 @@ class PackedCache(Cache):  # type: ignore[misc]
         layers = zip(layer_types(config), formats, rotations, windows, strict=True)
         check_rotation(rotate_values, head_dims(config)[1], "rotate_values")
         states = int(getattr(config, "number_of_conv_states", 1))
-        made = [
-            cache_layer(kind, states, self.capacity, k, v, turned, dtype, window, rotate_values)
-            for kind, (k, v), turned, window in layers
+        cache_layers = [
+            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values)
+            for kind, (k, v), is_rotated, window in layers
         ]
-        super().__init__(layers=made)
-        self._packed = [number for number, layer in enumerate(made) if isinstance(layer, PackedLayer)]
+        super().__init__(layers=cache_layers)
+        self._packed = [number for number, layer in enumerate(cache_layers) if isinstance(layer, PackedLayer)]
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.packed:
                 layer.records = False
@@ -134,11 +134,11 @@ class PackedCache(Cache):  # type: ignore[misc]
                 )
             self._open = True
         try:
-            made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except CapacityError as error:
             raise CapacityError(f"past_key_values: {error}. PackedCache.grow(n) makes room for n tokens a sequence") from None
         self._open = self._open and (layer_idx != self._packed[-1] or self.layers[layer_idx].drafts is not None)
-        return made
+        return result
 
     def expect_drafts(self, prompt: int | None) -> None:
         """Expect drafts after `prompt` tokens, and `crop` after each forward, as `generate()` does; None: no drafts."""
@@ -153,30 +153,32 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     def set_lengths(self, lengths: torch.Tensor) -> None:
         """Set each sequence's tokens to `lengths` [B] without synchronizing: a `crop` that reopens no block of codes."""
-        held = [layer.kv.lengths for layer in self.packed if layer.kv is not None]
-        torch._foreach_copy_(held, [lengths] * len(held))
+        buffers = [layer.kv.lengths for layer in self.packed if layer.kv is not None]
+        torch._foreach_copy_(buffers, [lengths] * len(buffers))
 
     def _level(self) -> bool:
         """Whether all non-empty layers hold the same tokens. Reads the device. False with states, except for drafts."""
         if self.has_states and self.packed[0].drafts is None:
             return False
-        held = [layer.kv.lengths for layer in self.packed if layer.kv is not None]
-        alike = all(torch.equal(lengths.to(held[0].device), held[0]) for lengths in held)  # layers may be on several GPUs
-        return len(held) in (0, len(self._packed)) and alike
+        lengths_by_layer = [layer.kv.lengths for layer in self.packed if layer.kv is not None]
+        alike = all(
+            torch.equal(lengths.to(lengths_by_layer[0].device), lengths_by_layer[0]) for lengths in lengths_by_layer
+        )  # layers may be on several GPUs
+        return len(lengths_by_layer) in (0, len(self._packed)) and alike
 
     def restore(self) -> None:
         """Undo a forward that failed half-way: every layer is cropped to the tokens that all of them hold.
 
         Raises `Unsupported` where layers have states, which it may have changed: `reset` such a cache.
         """
-        held = [layer.kv for layer in self.packed if layer.kv is not None]
-        if len(held) < len(self._packed):
+        buffers = [layer.kv for layer in self.packed if layer.kv is not None]
+        if len(buffers) < len(self._packed):
             self.reset()
         elif self.has_states and self._open:
             raise Unsupported("restore: recurrent and convolutional states cannot go back to earlier tokens; call reset()")
         else:
-            shortest = torch.stack([kv.lengths.to(held[0].device) for kv in held]).amin(0)
-            for kv in held:
+            shortest = torch.stack([kv.lengths.to(buffers[0].device) for kv in buffers]).amin(0)
+            for kv in buffers:
                 kv.crop(shortest.to(kv.device))
         self._open = False
 

@@ -240,8 +240,8 @@ def cache_layer(kind: str, states: int, *options: Any) -> Any:
 
 def state_bytes(layer: Any) -> int:
     """Bytes of the states that a layer holds."""
-    held = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
-    return sum(t.nbytes for t in held if t is not None)
+    states = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
+    return sum(t.nbytes for t in states if t is not None)
 
 
 # -------------------------------------------------------------------------------------------------------------- drafts
@@ -312,11 +312,11 @@ class Drafts:
         if before is None or count > before.k.shape[2]:
             return False
         kv.crop(before.lengths)
-        for tail, held in zip(_tails(kv), before.tails, strict=True):
-            tail.copy_(held)
-        kept = before.k.shape[2] - count
-        if kept:
-            kv.append(before.k[:, :, :kept], before.v[:, :, :kept])
+        for tail, snapshot in zip(_tails(kv), before.tails, strict=True):
+            tail.copy_(snapshot)
+        rest = before.k.shape[2] - count
+        if rest:
+            kv.append(before.k[:, :, :rest], before.v[:, :, :rest])
         return True
 
 

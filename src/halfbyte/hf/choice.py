@@ -55,15 +55,15 @@ class Choice:
 
         seen [B, n] is what stopping criteria look at; its last column is chosen here. None: all tokens.
         """
-        if (refused := self._refused(length)) is not None:
-            ends = Ends(self.config._eos_token_tensor, self.padding, refused) if self.ends else None
+        if (minimum := self._refused(length)) is not None:
+            ends = Ends(self.config._eos_token_tensor, self.padding, minimum) if self.ends else None
             greedy(logits, Held(held.ids, held.last, held.lengths, held.unfinished), ends)
             return
         raw = logits.to(copy=True, dtype=torch.float32)
         scores = self.processor(held.ids[:, :length], raw)
-        for collected, what in ((self.scores, scores), (self.logits, raw)):
-            if collected is not None:
-                collected.append(what)
+        for outputs, what in ((self.scores, scores), (self.logits, raw)):
+            if outputs is not None:
+                outputs.append(what)
         tokens = self._drawn(scores)
         if self.ends:
             tokens = torch.where(held.unfinished, tokens, self.padding)
@@ -78,11 +78,11 @@ class Choice:
         behind = forward.tokens.lengths + torch.arange(logits.shape[1], device=logits.device)
         scores = logits.flatten(0, 1).float()
         for processor in self.processor:
-            made, least = processor(scores.new_empty(len(scores), 0, dtype=torch.long), scores), _least(processor)
-            scores = made if least is None else torch.where(behind.view(-1, 1) < least, made, scores)
-        chosen = scores.argmax(-1).view_as(behind)
-        ends = torch.isin(chosen, self.config._eos_token_tensor) if self.ends else torch.zeros_like(chosen, dtype=torch.bool)
-        forward.take(chosen, ends, 0 if self.padding is None else self.padding)
+            new_scores, least = processor(scores.new_empty(len(scores), 0, dtype=torch.long), scores), _least(processor)
+            scores = new_scores if least is None else torch.where(behind.view(-1, 1) < least, new_scores, scores)
+        tokens = scores.argmax(-1).view_as(behind)
+        ends = torch.isin(tokens, self.config._eos_token_tensor) if self.ends else torch.zeros_like(tokens, dtype=torch.bool)
+        forward.take(tokens, ends, 0 if self.padding is None else self.padding)
 
     def key(self, length: int | None) -> Hashable | None:
         """What a recorded choice depends on, at `length` tokens or, None, at any; None if it depends on more than logits."""
@@ -90,9 +90,9 @@ class Choice:
         ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
         numbers = (*ends, config.pad_token_id)
         processors = [_processor_key(p, config, length) for p in self.processor]
-        known = all(_is_known(criterion, config) for criterion in self.criteria) and None not in processors
+        is_known = all(_is_known(criterion, config) for criterion in self.criteria) and None not in processors
         collects = self.scores is not None or self.logits is not None
-        if collects or not known or not all(n is None or isinstance(n, int) for n in numbers):
+        if collects or not is_known or not all(n is None or isinstance(n, int) for n in numbers):
             return None
         return bool(config.do_sample), self.ends, numbers, tuple(processors), self.generator
 

@@ -205,8 +205,8 @@ _BY_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids", "position_
 def _padded_left(inputs: torch.Tensor, name: str, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor, str, dict[str, Any]]:
     """The inputs of a call, moved row by row so that every prompt ends in the last column."""
     mask, past = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
-    begun = past is not None and past.get_seq_length()
-    if begun or mask is None or mask.shape != inputs.shape[:2] or bool(mask[:, -1].all()):
+    has_past = past is not None and past.get_seq_length()
+    if has_past or mask is None or mask.shape != inputs.shape[:2] or bool(mask[:, -1].all()):
         return inputs, name, model_kwargs
     warn_once(
         "attention_mask pads on the right; prompts were moved so that they are padded on the left, and come back so. Tokenise "
@@ -216,9 +216,9 @@ def _padded_left(inputs: torch.Tensor, name: str, model_kwargs: dict[str, Any]) 
     behind = mask.shape[1] - 1 - (columns * mask.bool()).amax(1)  # columns after the last token of a row
     source = (columns - behind[:, None]) % mask.shape[1]
     by_token = {x: model_kwargs.get(x) for x in _BY_TOKEN}
-    moved = {x: _moved(t, source) for x, t in by_token.items() if t is not None and t.shape[-1] == mask.shape[1]}
+    by_name = {x: _moved(t, source) for x, t in by_token.items() if t is not None and t.shape[-1] == mask.shape[1]}
     inputs = inputs[torch.arange(mask.shape[0], device=mask.device)[:, None], source]
-    return inputs, name, {**model_kwargs, **moved, **({name: inputs} if name in model_kwargs else {})}
+    return inputs, name, {**model_kwargs, **by_name, **({name: inputs} if name in model_kwargs else {})}
 
 
 def _moved(t: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -257,33 +257,33 @@ def _begin(cache: PackedCache, generation_config: Any, model_kwargs: dict[str, A
     if not _drafts(mode):
         cache.expect_drafts(None)
         return
-    if held := int(cache.get_seq_length()):
+    if length := int(cache.get_seq_length()):
         raise Unsupported(
-            f"past_key_values holds {held} tokens, and transformers would feed them again before its first drafts; leave "
+            f"past_key_values holds {length} tokens, and transformers would feed them again before its first drafts; leave "
             f"past_key_values out, or assistant_model and prompt_lookup_num_tokens"
         )
     mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
-    given = model_kwargs.get("position_ids") if mask is None else mask
+    source = model_kwargs.get("position_ids") if mask is None else mask
     without = generation_config.max_length - (generation_config.max_new_tokens or 0)
-    cache.expect_drafts(int(without if given is None else given.shape[-1]))
+    cache.expect_drafts(int(without if source is None else source.shape[-1]))
 
 
 def _beyond(generation_config: Any, mode: Any) -> int:
     """Tokens that drafts may reach beyond the longest answer: they are in the cache before they are judged."""
     if not _drafts(mode):
         return 0
-    wanted = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
-    return int(max(*wanted, BUCKET))
+    counts = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
+    return int(max(*counts, BUCKET))
 
 
 def saved_settings(config: Any) -> CacheSettings | None:
     """What a configuration from a file says about the cache; None when it says nothing. Formats are checked where they are used."""
-    found, names = getattr(config, SAVED, None), {f.name for f in fields(CacheSettings)}
-    if found is None:
+    section, names = getattr(config, SAVED, None), {f.name for f in fields(CacheSettings)}
+    if section is None:
         return None
-    if not isinstance(found, dict) or not names - _NEW <= found.keys() <= names:
-        raise CheckpointError(f"config.json has {SAVED}={str(found)[:100]}; expected an object with {', '.join(sorted(names))}")
-    options: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
+    if not isinstance(section, dict) or not names - _NEW <= section.keys() <= names:
+        raise CheckpointError(f"config.json has {SAVED}={str(section)[:100]}; expected an object with {', '.join(sorted(names))}")
+    options: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in section.items()}
     return CacheSettings(**options)
 
 
@@ -301,10 +301,10 @@ def make_default(model: Any, settings: CacheSettings) -> None:
     if not hasattr(model, "generate"):
         return
     defaults: Any = getattr(model, "generation_config", None)
-    given = getattr(defaults, "cache_implementation", None)
-    if given not in (None, NAME):
+    implementation = getattr(defaults, "cache_implementation", None)
+    if implementation not in (None, NAME):
         warn_once(
-            f"generation_config.cache_implementation={given!r} of this model is replaced by the packed cache; "
+            f"generation_config.cache_implementation={implementation!r} of this model is replaced by the packed cache; "
             f"pass cache_implementation= to generate() to have it back"
         )
     if defaults is not None:

@@ -70,10 +70,10 @@ class Source:
         """Rows of all layers one below the other -> the layers that hold them, and the same rows of those alone."""
         ends = torch.tensor([*self.sizes.values()]).cumsum(0)
         numbers = torch.searchsorted(ends, rows, right=True)
-        used, places = numbers.unique(return_inverse=True)
+        indices, places = numbers.unique(return_inverse=True)
         sizes = torch.tensor([*self.sizes.values()])
-        shift = (sizes[used].cumsum(0) - sizes[used]) - (ends[used] - sizes[used])
-        return [self.names[number] for number in used.tolist()], rows + shift[places]
+        shift = (sizes[indices].cumsum(0) - sizes[indices]) - (ends[indices] - sizes[indices])
+        return [self.names[number] for number in indices.tolist()], rows + shift[places]
 
 
 class StoredNames:
@@ -88,10 +88,10 @@ class StoredNames:
         self._model, self._targets, self._rows_of = model, targets, rows_of
         self._renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
         own = [step for step in mapping if isinstance(step, WeightConverter)]
-        guessed = _experts_one_by_one(targets)
-        self._converters = [*own, *guessed]
+        guesses = _experts_one_by_one(targets)
+        self._converters = [*own, *guesses]
         self._by_pattern = {pattern: step for step in reversed(self._converters) for pattern in step.source_patterns}
-        self._guessed = {id(step) for step in guessed}
+        self._guessed = {id(step) for step in guesses}
         self._state = model.state_dict()
         # In transformers' order, since some renamings depend on the names that came before.
         self._places = {name: self._place(name) for name in sorted(plain, key=dot_natural_key)}
@@ -107,8 +107,8 @@ class StoredNames:
 
     def is_dropped(self, name: str) -> bool:
         """Whether the model lacks what a tensor is of, and transformers leaves it out: layers that guess further tokens."""
-        named = DRAFTS.search(name) or any(pattern.search(name) for pattern in self._ignored)
-        return bool(named) and not self.has(name)
+        match = DRAFTS.search(name) or any(pattern.search(name) for pattern in self._ignored)
+        return bool(match) and not self.has(name)
 
     def sources(self, layers: Iterable[str]) -> list[Source]:
         """Quantized layers of the files, by what they are put together to."""
@@ -144,10 +144,10 @@ class StoredNames:
             for layer in layers:
                 step.add_tensor(source.first, f"{layer}.weight", pattern, next(numbers))
         try:
-            converted = step.convert(source.first, model=self._model, config=self._model.config)
+            tensors = step.convert(source.first, model=self._model, config=self._model.config)
         except Exception as error:  # whatever transformers meets where sizes do not fit
             raise CheckpointError(f"{source.first} cannot be put together from {_some(source.names)}: {error}") from error
-        return dict(self._canonical(name.removesuffix(".weight"), t, source) for name, t in converted.items())
+        return dict(self._canonical(name.removesuffix(".weight"), t, source) for name, t in tensors.items())
 
     def target(self, name: str, source: Source) -> Target:
         """The weight of the model that a name stands for."""
@@ -194,8 +194,8 @@ class StoredNames:
             raise CheckpointError(
                 f"{_some(source.names)} make {name} of {list(rows.shape)} rows; the model has {list(target.shape[:-1])}"
             )
-        joined = target.projection == "gate_up_proj" and (id(source.converter) in self._guessed or is_concatenated(target.owner))
-        return name, alternate(rows) if joined else rows
+        is_joint = target.projection == "gate_up_proj" and (id(source.converter) in self._guessed or is_concatenated(target.owner))
+        return name, alternate(rows) if is_joint else rows
 
 
 def _experts_one_by_one(targets: Mapping[str, Target]) -> Iterator[WeightConverter]:
@@ -236,25 +236,25 @@ class ExternalCheckpoint:
         self.chosen = {*self._targets}
         if isinstance(adapter, Expanded):
             assert adapter.into is not None
-            check_fits(selected := select(model, skip_modules), adapter.into)
-            self.chosen = {*selected}
-        stored, stacks = adapter.layers(self.infos), adapter.stacks(self.infos)
-        if not stored and not stacks:
+            check_fits(selection := select(model, skip_modules), adapter.into)
+            self.chosen = {*selection}
+        layer_names, stacks = adapter.layers(self.infos), adapter.stacks(self.infos)
+        if not layer_names and not stacks:
             raise CheckpointError(f"{self.folder}: config.json says {type(adapter).__name__}, but no layer has a {adapter.marker}")
-        used = set[str]().union(*(adapter.consumed(layer) for layer in stored))
-        used |= {f"{stacked}_{part}" for stacked in stacks for part in ("blocks", "scales")}
-        rest = [name for name in self.infos if name not in used]
+        tensors = set[str]().union(*(adapter.consumed(layer) for layer in layer_names))
+        tensors |= {f"{prefix}_{part}" for prefix in stacks for part in ("blocks", "scales")}
+        rest = [name for name in self.infos if name not in tensors]
         self.names = StoredNames(model, self._targets, rest, self._rows_of)
-        layers = [layer for layer in stored if not self.names.is_dropped(f"{layer}.weight")]
+        layers = [layer for layer in layer_names if not self.names.is_dropped(f"{layer}.weight")]
         #: Weight of the model that the files hold quantized -> the layers that it is put together of.
         self.sources = {name: source for source in self.names.sources(layers) for name in self.names.rows(source)}
         self.stacks = {self.names.parameter(name): name for name in stacks}
         self._check_whole()
         self._check_ties()
         parts = ((name, name.rpartition(".")[2]) for name in self.infos)
-        unused = {name: part for name, part in parts if part in UNUSED and not self.names.has(name)}
-        if unused:
-            kinds = ", ".join(sorted({*unused.values()}))
+        scales = {name: part for name, part in parts if part in UNUSED and not self.names.has(name)}
+        if scales:
+            kinds = ", ".join(sorted({*scales.values()}))
             warn_once(
                 f"scales of activations and caches in the files ({kinds}) are not used: activations stay in 16 bits, and a packed "
                 f"cache has scales of its own"
@@ -264,7 +264,7 @@ class ExternalCheckpoint:
         self.plain = {
             name: self.infos[name]
             for name in rest
-            if name not in unused and not self.names.is_dropped(name) and not self._is_spare(name, ours)
+            if name not in scales and not self.names.is_dropped(name) and not self._is_spare(name, ours)
         }
         for name, info in self.plain.items():
             if isinstance(adapter, Expanded) and info.dtype is torch.float8_e4m3fn:
@@ -297,11 +297,11 @@ class ExternalCheckpoint:
         for name, source in self.sources.items():
             if name in self.chosen:
                 yield name, self._weight(name, source)
-        for name, stored in self.stacks.items():
-            target, weight = self._targets.get(name), self.adapter.stack(stored, self.infos)
+        for name, prefix in self.stacks.items():
+            target, weight = self._targets.get(name), self.adapter.stack(prefix, self.infos)
             if target is None or target.shape != weight.shape:
                 shape = None if target is None else list(target.shape)
-                raise CheckpointError(f"{stored}_blocks holds {list(weight.shape)}; {type(self.model).__name__} has {shape}")
+                raise CheckpointError(f"{prefix}_blocks holds {list(weight.shape)}; {type(self.model).__name__} has {shape}")
             yield name, weight
 
     def _weight(self, name: str, source: Source) -> QuantTensor:
@@ -310,13 +310,13 @@ class ExternalCheckpoint:
         weights, indices = [], []
         for matrix in rows if rows.ndim == 2 else rows.unsqueeze(0):
             layers, index = source.pieces(matrix)
-            stored = [StoredLayer(layer, source.sizes[layer], source.width, self.infos) for layer in layers]
+            pieces = [StoredLayer(layer, source.sizes[layer], source.width, self.infos) for layer in layers]
             if isinstance(self.adapter, Expanded):
-                values = torch.cat([self.adapter.values(layer) for layer in stored])[index]
+                values = torch.cat([self.adapter.values(layer) for layer in pieces])[index]
                 weights.append({name: self.adapter.quantized(name, values)})
                 indices.append(torch.arange(len(index)))
             else:
-                weights.append({layer.name: self.adapter.convert(layer) for layer in stored})
+                weights.append({layer.name: self.adapter.convert(layer) for layer in pieces})
                 indices.append(index)
         return stack(name, weights, indices) if rows.ndim == 2 else joined(name, weights[0], indices[0])
 
@@ -344,9 +344,9 @@ class ExternalCheckpoint:
             owners.setdefault(id(parameter), []).append(name)
         for name, source in self.sources.items():
             target = self._targets[name]
-            if len(tied := owners[id(getattr(target.owner, target.parameters[0]))]) > 1:
+            if len(names := owners[id(getattr(target.owner, target.parameters[0]))]) > 1:
                 layer = f"{source.names[0]}.{self.adapter.marker}"
-                raise CheckpointError(f"{layer} is quantized, but config.json ties {' to '.join(tied)}")
+                raise CheckpointError(f"{layer} is quantized, but config.json ties {' to '.join(names)}")
 
     def _is_spare(self, tensor: str, layers: set[str]) -> bool:
         """A bias of zeros where the model has none: some writers of GPTQ files give every layer one."""
@@ -356,12 +356,12 @@ class ExternalCheckpoint:
     def _with_biases_of_stacks(self, state: dict[str, torch.Tensor], formats: Iterable[str]) -> dict[str, torch.Tensor]:
         """The state of a model whose stacks of experts are quantized: their biases lie next to them, in the order of their rows."""
         owners = {f"{name}_bias": name for name in formats if self._targets[name].projection}
-        moved = dict(state)
-        for stored in state:
-            if stored.endswith("_bias") and (name := owners.get(self.names.parameter(stored))) is not None:
+        result = dict(state)
+        for tensor in state:
+            if tensor.endswith("_bias") and (name := owners.get(self.names.parameter(tensor))) is not None:
                 target = self._targets[name]
-                moved[f"{name}.bias"] = in_order(target.owner, target.projection, moved.pop(stored))
-        return moved
+                result[f"{name}.bias"] = in_order(target.owner, target.projection, result.pop(tensor))
+        return result
 
     def _plain_type(self) -> torch.dtype:
         """What the embeddings and norms are stored in."""

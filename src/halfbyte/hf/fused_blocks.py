@@ -75,8 +75,8 @@ def _view(model: Any, addresses: tuple[int, ...] | None) -> _View:
     if not all_agree(model, quiet):
         return _View(None, ["the model is in training, or hooks watch it"] * len(layers))
     weights = weight_addresses(model) if addresses is None else addresses, weight_versions(model)
-    known, view = _views.get(model, ((), _View(None, [])))
-    if known != weights:
+    previous, view = _views.get(model, ((), _View(None, [])))
+    if previous != weights:
         view = _fused(model, path, layers)
         view = view if all_agree(model, view.model is not None) else _View(None, view.reasons)
         _views[model] = weights, view
@@ -115,20 +115,22 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
     if all(structure is None for structure in structures):
         return _View(None, reasons)
     ahead, tables, all_reduce = _Ahead(), Tables(), all_reduce_of(model)
-    known: dict[Hashable, int] = {}
+    indices: dict[Hashable, int] = {}
     final = next((call for call in near.calls if id(call.module) in norms and same(call.x, near.blocks[-1][-1].y)), None)
     last = None if final is None else norms[id(final.module)]
-    made: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for i, (layer, structure) in enumerate(zip(layers, structures, strict=True)):
         if structure is None:
-            made.append(layer)
+            blocks.append(layer)
             continue
         after = structures[i + 1] if i + 1 < len(layers) else None
         following = last if i + 1 == len(layers) else None if after is None else after.branches[0].before
-        parts = [[fused_part(part, i, (near, far), norms, tables, known) for part in branch.parts] for branch in structure.branches]
+        parts = [
+            [fused_part(part, i, (near, far), norms, tables, indices) for part in branch.parts] for branch in structure.branches
+        ]
         forms = [own[0] if len(own) == 1 else AddedForms(own) for own in parts]
-        made.append(FusedBlock(layer, structure, forms, following, ahead, all_reduce))
-    inner: dict[str, nn.Module] = {name: nn.ModuleList(made)}
+        blocks.append(FusedBlock(layer, structure, forms, following, ahead, all_reduce))
+    inner: dict[str, nn.Module] = {name: nn.ModuleList(blocks)}
     if final is not None and structures[-1] is not None:
         inner |= {n: _FinalNorm(last, ahead) for n, m in around.named_children() if m is final.module}
     return _View(_viewed(model, path.split(".")[:-1], inner), reasons)
@@ -153,8 +155,8 @@ def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether somebody wants to see a module's calls (hooks, accelerate's offloading), or has replaced its forward."""
-    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-    return hooked or ("forward" in vars(module) and not _is_parallel(module))
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return has_hooks or ("forward" in vars(module) and not _is_parallel(module))
 
 
 def _is_parallel(module: nn.Module) -> bool:
@@ -175,10 +177,10 @@ class _Ahead:
 
     def take(self, hidden: torch.Tensor, norm: Norm | None) -> Rows:
         """norm(hidden), which was computed with `hidden`, unless this is the first block."""
-        held, self.held = self.held, None
+        entry, self.held = self.held, None
         if norm is None:
             return hidden
-        return held[1] if held is not None and held[0] is hidden else norm_rows([hidden], [norm])[0]
+        return entry[1] if entry is not None and entry[0] is hidden else norm_rows([hidden], [norm])[0]
 
 
 class _FinalNorm(nn.Module):
@@ -233,15 +235,15 @@ class FusedBlock(nn.Module):
         self, x: torch.Tensor, last: nn.Module | None, hidden: torch.Tensor, after: Norm | None, before: Norm | None
     ) -> tuple[torch.Tensor, Rows]:
         """The sum of the residual and a branch, whose `last` layer is left to do, and that sum normalized."""
-        normed: Rows | None
+        norm: Rows | None
         multiplier = self.structure.multiplier
         if after is None and (quantized := quantized_layer(last)):
-            hidden, normed = add_projection(x, quantized.weight, quantized.bias, hidden, before, multiplier=multiplier)
-            return hidden, hidden if normed is None else normed
+            hidden, norm = add_projection(x, quantized.weight, quantized.bias, hidden, before, multiplier=multiplier)
+            return hidden, hidden if norm is None else norm
         all_reduce = None
         if self.all_reduce is not None and (partial_sums := partial_layer(last)):
             x, all_reduce = linear(x, partial_sums.weight), self.all_reduce
         elif last is not None:
             x = last(x)
-        hidden, normed = add_norm(x, hidden, before, after=after, multiplier=multiplier, all_reduce=all_reduce)
-        return hidden, hidden if normed is None else normed
+        hidden, norm = add_norm(x, hidden, before, after=after, multiplier=multiplier, all_reduce=all_reduce)
+        return hidden, hidden if norm is None else norm

@@ -35,8 +35,8 @@ def whole_rows(x: Rows) -> torch.Tensor:
 
 def quantized_layer(layer: Any) -> Any:
     """A layer whose weight is quantized, fused before or not, and whose output needs no other rank; else None."""
-    known = type(layer) in (QuantLinear, FusedProjections, FusedSlot)
-    return layer if known and layer.parallel_style in (None, "colwise") else None
+    is_known = type(layer) in (QuantLinear, FusedProjections, FusedSlot)
+    return layer if is_known and layer.parallel_style in (None, "colwise") else None
 
 
 def _project(x: Rows, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:

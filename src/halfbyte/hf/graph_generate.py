@@ -104,7 +104,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
     steps = mode in ("greedy_search", "sample") or _drafts(config, given)
     tensors = {name for name, x in given.items() if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(x))}
     unknown = sorted(tensors - _CONTINUED - _OF_PROMPT)
-    found = {
+    reasons = {
         f"{mode} does not feed one token a step": not steps,
         f"the cache is a {type(cache).__name__}, no PackedCache": not isinstance(cache, PackedCache),
         "not every op of this model runs as a kernel (float32, or HALFBYTE_IMPL)": not getattr(cache, "records", True),
@@ -117,7 +117,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         "max_length is not set": config.max_length is None,
         "prefix tuning makes a cache of its own": _adapter(model) == "PREFIX_TUNING",
     }
-    return next((reason for reason, holds in found.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _adapter(model: Any) -> str:
@@ -138,7 +138,7 @@ def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: in
     """Why drafts of a call cannot be recorded, although the call can; None if they can."""
     cache, positions = inputs[CACHE], inputs.get("position_ids")
     read_later = not cache.is_default or bool(choice.config.return_dict_in_generate)
-    found = {
+    reasons = {
         "drafts of prompt lookup are compared with greedy choices, and do_sample is set": choice.config.do_sample,
         "a logits processor, a stopping criterion or output_scores needs tokens one by one": choice.key(None) is None,
         "recurrent and convolutional states cannot take drafts back": cache.has_states,
@@ -148,7 +148,7 @@ def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: in
         "several sequences, of which each takes other drafts, cannot be streamed": batch > 1 and streamer is not None,
         "several sequences, of which each takes other drafts, leave no cache to go on with": batch > 1 and read_later,
     }
-    return next((reason for reason, holds in found.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generator | None, options: dict[str, Any]) -> Any:
@@ -189,9 +189,9 @@ class _Loop:
     def run(self, inputs: dict[str, Any]) -> Any:
         """Generate; `inputs` are the model's keyword arguments for the prompt."""
         view, cache = self.view, inputs[CACHE]
-        seen = not cache.is_default or bool(self.config.return_dict_in_generate)  # someone reads the cache afterwards
+        is_visible = not cache.is_default or bool(self.config.return_dict_in_generate)  # someone reads the cache afterwards
         cache.expect_drafts(None)  # of transformers' own loop
-        self.step = take_step(self.owner.model, cache, self.prompts, max(self.choice.longest, self.start + 1), not seen)
+        self.step = take_step(self.owner.model, cache, self.prompts, max(self.choice.longest, self.start + 1), not is_visible)
         self.tokens, inputs[CACHE] = self.step.tokens, self.step.cache
         self.tokens.begin(self.prompts, self.choice.longest, self.choice.padding)
         outputs = view._prefill(self.prompts, self.config, inputs)
@@ -199,7 +199,7 @@ class _Loop:
         logits = outputs.logits[:, -1]
         del outputs
         looks = self.streamer is not None or ranks_of(view) > 1  # of which one may stream, and all must run as many steps
-        every = 1 if looks else EVERY_LOOKUP if self.lookup else 1 if seen else EVERY
+        every = 1 if looks else EVERY_LOOKUP if self.lookup else 1 if is_visible else EVERY
         try:
             with view._optimize_model_for_decode():
                 self._choose(logits)
@@ -209,15 +209,15 @@ class _Loop:
             self.step.cache.expect_chunk(None)
         if self.lookup is not None:
             self.step.cache.set_lengths(self.tokens.lengths[:, 0] - 1)
-        if not seen:
+        if not is_visible:
             keep_step(self.owner.model, self.step)
         return self._result()
 
     def _steps(self, every: int, inputs: dict[str, Any]) -> None:
         """Every token but the first."""
-        fused = fused_view(self.owner.model) if self.owner.fuse_blocks else None
-        forward = self.view if fused is None else fused
-        self.forward = self._first_forward((fused is not None, self.view.training, self.lookup), inputs)
+        view = fused_view(self.owner.model) if self.owner.fuse_blocks else None
+        forward = self.view if view is None else view
+        self.forward = self._first_forward((view is not None, self.view.training, self.lookup), inputs)
         more = True
         while more:
             self._choose(self.forward(forward))
@@ -242,15 +242,15 @@ class _Loop:
         forward, choice, tokens = self.forward, self.choice, self.tokens
         if isinstance(forward, LookupForward):
             key, once = choice.key(None), partial(choice.of_drafts, forward)
-            recorded = once
+            graph_call = once
         else:
             key, once = choice.key(self.length), partial(choice, tokens, length=self.length)
-            recorded = partial(once, seen=tokens.last)
+            graph_call = partial(once, seen=tokens.last)
         if forward is None or key is None or not forward.stays:
             once(logits)
         else:
             pool = forward.recorded.pool
-            forward.choice(key, lambda: RecordedChoice(recorded, pool, choice.generator))(logits)
+            forward.choice(key, lambda: RecordedChoice(graph_call, pool, choice.generator))(logits)
         self.length += 1
 
     def _goes_on(self, every: int) -> bool:

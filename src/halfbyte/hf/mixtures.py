@@ -75,9 +75,9 @@ class WithIdentities(Called):
         real = top_k_index <= last
         lowest = top_k_index.amin(-1, keepdim=True).clamp(max=last)  # an expert that the token reads anyway, if there is one
         ids, gates = torch.where(real, top_k_index, lowest), top_k_weights * real
-        mixed: torch.Tensor = self.down_proj(self._first(hidden_states, ids), ids, gates)
-        passed = (top_k_weights * ~real).sum(-1, keepdim=True)
-        return mixed + hidden_states * passed.to(hidden_states.dtype)
+        out: torch.Tensor = self.down_proj(self._first(hidden_states, ids), ids, gates)
+        share = (top_k_weights * ~real).sum(-1, keepdim=True)
+        return out + hidden_states * share.to(hidden_states.dtype)
 
 
 class SortedExperts(QuantExperts):
@@ -141,8 +141,8 @@ def projections(module: Any) -> tuple[str, str] | None:
         return None
     names = ("gate_up_proj" if kind.has_gate else "up_proj", "down_proj")
     stacks = [getattr(module, name, None) for name in names]
-    stacked = all(isinstance(t, QuantExperts) or (isinstance(t, torch.Tensor) and t.ndim == 3) for t in stacks)
-    return names if stacked else None
+    is_stack = all(isinstance(t, QuantExperts) or (isinstance(t, torch.Tensor) and t.ndim == 3) for t in stacks)
+    return names if is_stack else None
 
 
 def stack_shape(module: Any, name: str) -> Shape:
@@ -166,8 +166,8 @@ def unread_experts(config: Any, experts: int, sequences: int) -> float:
     0 where the configuration does not say how many of them a token uses.
     """
     config = getattr(config, "ffn_config", None) or config
-    used = next((n for name in _USED if isinstance(n := getattr(config, name, None), int)), 0)
-    return (1 - min(1.0, used / experts)) ** sequences if used and experts else 0.0
+    top_k = next((n for name in _USED if isinstance(n := getattr(config, name, None), int)), 0)
+    return (1 - min(1.0, top_k / experts)) ** sequences if top_k and experts else 0.0
 
 
 def quantize_stack(module: Any, name: str, experts: int, fmt: Format, clip: str | None) -> QuantExperts:
@@ -243,18 +243,18 @@ def forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
     first, last = (getattr(module, name) for name in names)
     if not isinstance(first, QuantExperts):  # left in 16 bits by skip_modules
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    normed = getattr(module, "has_post_expert_norm", False)
-    if first.activation is not None and not normed:
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    if first.activation is not None and not has_norm:
         return mlp(first, last, hidden_states, top_k_index, top_k_weights)
     y = first(hidden_states, top_k_index)
     if first.activation is None:
         y = _activated(module, y)
-    if not normed:
-        mixed: torch.Tensor = last(y, top_k_index, top_k_weights)
-        return mixed
+    if not has_norm:
+        mixture: torch.Tensor = last(y, top_k_index, top_k_weights)
+        return mixture
     y = module.post_expert_norm(last(y, top_k_index))
-    mixed = (y * top_k_weights.unsqueeze(-1)).sum(1)
-    return mixed.to(hidden_states.dtype)
+    mixture = (y * top_k_weights.unsqueeze(-1)).sum(1)
+    return mixture.to(hidden_states.dtype)
 
 
 def _activated(module: Any, y: torch.Tensor) -> torch.Tensor:

@@ -132,14 +132,14 @@ def model_class(config: Any) -> Any:
     of it only, the decoder of a vision-language model, are left out.
     """
     autos = [getattr(transformers, f"AutoModelFor{kind}", None) for kind in _LANGUAGE_MODELS]
-    listed = [auto._model_mapping.get(type(config), ()) for auto in autos if auto is not None]
-    found = [kind for kinds in listed for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+    mappings = [auto._model_mapping.get(type(config), ()) for auto in autos if auto is not None]
+    candidates = [kind for kinds in mappings for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
     parts = {type(getattr(config, name, None)) for name in type(config).sub_configs} - {type(config)}
-    found = [kind for kind in found if kind.config_class not in parts]
-    if not found:
+    candidates = [kind for kind in candidates if kind.config_class not in parts]
+    if not candidates:
         raise Unsupported(f"transformers has no language model for the configuration of {getattr(config, 'model_type', '?')!r}")
     wrote = getattr(config, "architectures", None) or ()
-    return next((kind for kind in found if kind.__name__ in wrote), found[0])
+    return next((kind for kind in candidates if kind.__name__ in wrote), candidates[0])
 
 
 def check_model_support(model_or_config: Any) -> None:
@@ -201,8 +201,8 @@ def _sees_both_sides(model: nn.Module) -> bool:
 
     Cross-attention sees all of the encoder's states, which are in a cache of their own.
     """
-    named = ((name, m) for block in blocks(model) for name, m in block.named_modules())
-    return any(vars(m).get("is_causal", getattr(type(m), "is_causal", True)) is False and not _CROSS.search(n) for n, m in named)
+    modules = ((name, m) for block in blocks(model) for name, m in block.named_modules())
+    return any(vars(m).get("is_causal", getattr(type(m), "is_causal", True)) is False and not _CROSS.search(n) for n, m in modules)
 
 
 def _refusal(name: str, reason: str) -> Unsupported:
@@ -308,14 +308,14 @@ def layer_formats(
             fmt.check_shape((1, 1, BUCKET, dim), f"{side}={fmt.name!r}: a head of this model")
     plain = key_format("fp16" if dtype is torch.float16 else "bf16")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
-    skipped = set()
+    skips = set()
     for layer in skip_layers:
         check(
             isinstance(layer, int) and -count <= layer < count,
             f"skip_layers holds {layer!r}; the model has {count} layers: pass numbers from {-count} to {count - 1}",
         )
-        skipped.add(layer % count)
-    return [(plain, plain) if i in skipped else (k_formats[i], v_formats[i]) for i in range(count)]
+        skips.add(layer % count)
+    return [(plain, plain) if i in skips else (k_formats[i], v_formats[i]) for i in range(count)]
 
 
 def layer_windows(
@@ -323,16 +323,16 @@ def layer_windows(
 ) -> list[tuple[int, int]]:
     """(sink tokens, recent tokens) of every layer, checked: `window`, or none where a layer is in 16 bits throughout."""
     quantized = [k.is_quantized or v.is_quantized for k, v in formats]
-    for (k, v), checked in zip(formats, quantized, strict=True):
-        if checked or not any(quantized):
+    for (k, v), is_packed in zip(formats, quantized, strict=True):
+        if is_packed or not any(quantized):
             check_window(*window, k, v, capacity)
     return [window if has_codes else (0, 0) for has_codes in quantized]
 
 
 def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool] | None, keys: Sequence[Format]) -> tuple[bool, ...]:
     """Whether keys in these formats, by layer, are rotated; raises when a head cannot be."""
-    wanted, dim = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers)), head_dims(config)[0]
-    return tuple(rotated(rotate, fmt, dim) for rotate, fmt in zip(wanted, keys, strict=True))
+    rotations, dim = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers)), head_dims(config)[0]
+    return tuple(rotated(rotate, fmt, dim) for rotate, fmt in zip(rotations, keys, strict=True))
 
 
 def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:

@@ -171,10 +171,10 @@ class Quantization:
         self.options = options = self._with_defaults(options)
         fmt, head = (None if options[name] is None else weight_format(options[name]) for name in ("weights", "lm_head"))
         for name in ("clip", "skip_modules"):
-            given = options[name]
+            value = options[name]
             check(
-                not given or fmt is not None or head is not None,
-                f"{name}={given!r} is about weights; name weights= as well, or leave it out",
+                not value or fmt is not None or head is not None,
+                f"{name}={value!r} is about weights; name weights= as well, or leave it out",
             )
         for each in (fmt, head):
             if each is not None:
@@ -200,10 +200,10 @@ class Quantization:
         if self.rotated:
             rotate_values_of(self.decoder, self.rotated)
         pairs = ((self.blocks, self.options["weights"]), (self.head, self.options["lm_head"]))
-        chosen = {name: (target, weight_format(fmt)) for targets, fmt in pairs for name, target in targets.items()}
-        if self.options["weights"] is not None or chosen:
-            quantize_modules(self.model, chosen, self.options["clip"])
-            self.mark({name: fmt.name for name, (_, fmt) in chosen.items()})
+        selection = {name: (target, weight_format(fmt)) for targets, fmt in pairs for name, target in targets.items()}
+        if self.options["weights"] is not None or selection:
+            quantize_modules(self.model, selection, self.options["clip"])
+            self.mark({name: fmt.name for name, (_, fmt) in selection.items()})
 
     def mark(self, modules: dict[str, str]) -> None:
         """Say of the model which weights are quantized: name -> format, and those that were before."""
@@ -225,9 +225,9 @@ class Quantization:
         """All options, checked by themselves; formats where none is named."""
         every = {**{p.name: p.default for p in [*inspect.signature(quantize).parameters.values()][1:]}, **options}
         packed = any(isinstance(m, QuantLinear) for m in self.model.modules())
-        fused = packed and (every["fuse_qkv"] or every["fuse_gate_up"])
-        named = any(every[name] is not None for name in ("weights", "keys", "values", "plan", "lm_head"))
-        if not (named or every["rotate_values"] or fused):
+        fuses = packed and (every["fuse_qkv"] or every["fuse_gate_up"])
+        has_formats = any(every[name] is not None for name in ("weights", "keys", "values", "plan", "lm_head"))
+        if not (has_formats or every["rotate_values"] or fuses):
             every |= {"keys": KEYS, "values": VALUES}
             every |= {} if packed or _held_quantizer(self.model) else {"weights": WEIGHTS, "clip": CLIP}
         for name in ("fuse_qkv", "fuse_gate_up"):

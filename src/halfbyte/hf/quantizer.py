@@ -70,8 +70,8 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
     def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, torch.Tensor]:
         """{name of a parameter: its tensor, or a list of it} -> the same, or the parts of the layer that took its place."""
         parts: dict[str, torch.Tensor] = {}
-        for name, given in input_dict.items():
-            tensor, missing = given[0] if isinstance(given, list) else given, kwargs.get("missing_keys") or set()
+        for name, value in input_dict.items():
+            tensor, missing = value[0] if isinstance(value, list) else value, kwargs.get("missing_keys") or set()
             parts |= self._take(model, name, tensor, missing) if name in self.awaited else {name: tensor}
         return parts
 
@@ -85,7 +85,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         if any(getattr(target.owner, own).is_meta for own in target.parameters):
             return {}
         self._quantize(model, name, target)
-        missing -= {given for given, other in self.awaited.items() if self.targets[other] == target}
+        missing -= {source for source, other in self.awaited.items() if self.targets[other] == target}
         layer = model.get_submodule(name)
         return {f"{name}.{part}": p for part, p in layer.named_parameters() if not p.is_meta}
 
@@ -179,8 +179,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def _check_stored(self, name: str) -> None:
         """Raise for a part of a quantized weight that `modules` and `act_order` know nothing of."""
         config: HalfbyteConfig = self.quantization_config
-        for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
-            if name.endswith(suffix) and name.removesuffix(suffix) not in named:
+        for suffix, names in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
+            if name.endswith(suffix) and name.removesuffix(suffix) not in names:
                 raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
 
     def _name_base(self, model: Any, known: dict[str, Target]) -> None:
@@ -233,19 +233,19 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 check_scales(name, module.format, weight.parts())
                 if weight.perm is not None:
                     check_perm(f"{name}.weight_perm", weight.perm)
-        if (saved := saved_settings(model.config)) is not None:
+        if (settings := saved_settings(model.config)) is not None:
             try:
-                quantize(model, **asdict(saved))
+                quantize(model, **asdict(settings))
             except InvalidArgument as error:
                 raise CheckpointError(f"config.json has settings of the cache that do not fit: {error}") from error
         return model
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Raise for another attention than the one that reads the saved formats of the cache."""
-        named = config._attn_implementation
-        if saved_settings(config) is not None and named not in (None, OWN):
+        kind = config._attn_implementation
+        if saved_settings(config) is not None and kind not in (None, OWN):
             raise InvalidArgument(
-                f"attn_implementation={named!r}: this folder was saved with a packed cache, which only {OWN!r} reads; leave it "
+                f"attn_implementation={kind!r}: this folder was saved with a packed cache, which only {OWN!r} reads; leave it "
                 f"out, or take halfbyte_cache out of config.json"
             )
         return config

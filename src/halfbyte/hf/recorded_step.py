@@ -124,18 +124,18 @@ class Forward:
 
     def choice(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """The choice that is kept under `key`, or what `make` makes."""
-        found: Result = self.choices.pop(key) if key in self.choices else make()
-        self.choices[key] = found
+        result: Result = self.choices.pop(key) if key in self.choices else make()
+        self.choices[key] = result
         _drop_oldest(self.choices, MOST_CHOICES)
-        return found
+        return result
 
     def takes(self, kind: Hashable, inputs: dict[str, Any]) -> bool:
         """Copy the inputs of another call into the memory that it reads, if they look the same."""
         new, shape = pytree.tree_flatten(inputs)
-        held, before = pytree.tree_flatten(self.inputs)
-        if self.kind != kind or before != shape or not all(map(_alike, held, new)):
+        leaves, before = pytree.tree_flatten(self.inputs)
+        if self.kind != kind or before != shape or not all(map(_alike, leaves, new)):
             return False
-        for a, b in zip(held, new, strict=True):
+        for a, b in zip(leaves, new, strict=True):
             if isinstance(a, torch.Tensor) and a is not b:
                 a.copy_(b)
         return True
@@ -176,16 +176,16 @@ class LookupForward(Forward):
     def _draft(self) -> None:
         """Set tokens, positions and the chunk."""
         tokens, width = self.tokens, self.ids.shape[1]
-        held = tokens.lengths - 1
-        drafts, found = drafted(tokens.ids, tokens.lengths, width - 1, self.ngram)
-        count = torch.where(found, width, 1).minimum(tokens.longest - tokens.lengths)
+        length = tokens.lengths - 1
+        drafts, matches = drafted(tokens.ids, tokens.lengths, width - 1, self.ngram)
+        count = torch.where(matches, width, 1).minimum(tokens.longest - tokens.lengths)
         if self.block is not None:
-            count = count.minimum((self.block - 1 - held % self.block).clamp_min(1))
+            count = count.minimum((self.block - 1 - length % self.block).clamp_min(1))
         count = count * tokens.unfinished[:, None]
-        column = torch.arange(width, device=held.device)
+        column = torch.arange(width, device=length.device)
         self.ids.copy_(torch.cat([tokens.last, drafts], 1))
-        self.positions.copy_(held - tokens.left_padding + column.minimum((count - 1).clamp_min(0)))
-        for mine, new in zip(self.chunk, (held, count), strict=True):
+        self.positions.copy_(length - tokens.left_padding + column.minimum((count - 1).clamp_min(0)))
+        for mine, new in zip(self.chunk, (length, count), strict=True):
             mine.copy_(new[:, 0])
 
     def take(self, chosen: torch.Tensor, ends: torch.Tensor, padding: torch.Tensor | int) -> None:
@@ -208,12 +208,12 @@ def drafted(ids: torch.Tensor, lengths: torch.Tensor, count: int, ngram: int) ->
     """
     column = torch.arange(ids.shape[1], device=ids.device)
     alike = column < lengths - 1
-    matched = torch.zeros_like(ids)  # tokens of the suffix that end in a column
+    match_lengths = torch.zeros_like(ids)  # tokens of the suffix that end in a column
     for back in range(ngram):
-        wanted = ids.gather(1, (lengths - 1 - back).clamp_min(0))
-        alike = alike & (ids.roll(back, 1) == wanted) & (column >= back)
-        matched += alike
-    best = (matched * ids.shape[1] + column).masked_fill(matched == 0, -1).amax(1, keepdim=True)
+        suffix = ids.gather(1, (lengths - 1 - back).clamp_min(0))
+        alike = alike & (ids.roll(back, 1) == suffix) & (column >= back)
+        match_lengths += alike
+    best = (match_lengths * ids.shape[1] + column).masked_fill(match_lengths == 0, -1).amax(1, keepdim=True)
     start = best % ids.shape[1] + 1
     ahead = torch.arange(count, device=ids.device) % (lengths - start).clamp_min(1)
     return ids.gather(1, (start + ahead).clamp_max(ids.shape[1] - 1)), best >= 0
@@ -234,14 +234,14 @@ class Step:
 
     def forward(self, make: Callable[..., Forward], kind: Hashable, inputs: dict[str, Any], warm_up: int) -> Forward:
         """The forward of a `kind` that reads such inputs; they are those of a call's first step."""
-        found = next((forward for forward in self.forwards if forward.takes(kind, inputs)), None)
-        if found is None:
+        match = next((forward for forward in self.forwards if forward.takes(kind, inputs)), None)
+        if match is None:
             own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
-            found = make(kind, own, Recorded(warm_up, self.pool), self.tokens)
-        if found.recorded.graph is not None:
+            match = make(kind, own, Recorded(warm_up, self.pool), self.tokens)
+        if match.recorded.graph is not None:
             self.cache.expect_replays(True)
-        self.forwards = [*(one for one in self.forwards if one is not found), found][-MOST_FORWARDS:]
-        return found
+        self.forwards = [*(one for one in self.forwards if one is not match), match][-MOST_FORWARDS:]
+        return match
 
 
 def take_step(model: Any, cache: PackedCache, prompts: torch.Tensor, columns: int, keeps: bool) -> Step:
@@ -255,12 +255,12 @@ def take_step(model: Any, cache: PackedCache, prompts: torch.Tensor, columns: in
         return Step(None, cache, prompts, columns)
     cache.grow(max(1, columns - 1))  # a stopping criterion of the call may allow more than its configuration
     key, steps = _key(model, cache, prompts), _kept.get(model, {})
-    found = steps.pop(key, None)
-    if found is not None and found.fits(cache, columns):
-        found.cache.reset()
-        found.cache.expect_replays(False)  # until the prompt is there: else each layer would read how much it holds
-        return found
-    del found
+    step = steps.pop(key, None)
+    if step is not None and step.fits(cache, columns):
+        step.cache.reset()
+        step.cache.expect_replays(False)  # until the prompt is there: else each layer would read how much it holds
+        return step
+    del step
     cache.grow(roomy(cache.capacity))
     _drop_oldest(steps, MOST_STEPS - 1, _budget(prompts.device) - int(cache.bytes_per_token * len(prompts) * cache.capacity))
     return Step(key, cache, prompts, columns)

@@ -315,8 +315,8 @@ def all_agree(model: Any, mine: bool) -> bool:
 
 def partial_layer(layer: Any) -> QuantLinear | None:
     """A row-parallel layer that gives a rank's partial sums; None for others, and with a bias, which is added behind the sum."""
-    known = type(layer) is QuantLinear and layer.parallel_style == "rowwise" and layer.bias is None
-    return layer if known else None
+    is_partial = type(layer) is QuantLinear and layer.parallel_style == "rowwise" and layer.bias is None
+    return layer if is_partial else None
 
 
 def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
@@ -324,7 +324,7 @@ def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
 
     Raises `Unsupported`, naming the layer, for one that cannot be shared out.
     """
-    added: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, QuantExperts):
             raise Unsupported(f"{name}: quantized experts cannot be sharded over {ranks} ranks; keep them with skip_modules")
@@ -333,24 +333,24 @@ def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
             continue
         layer.parallel_style = plan[general]
         for part, style in part_styles(name, layer, plan[general], ranks).items():
-            if added.setdefault(f"{general}.weight_{part}", style) != style:
+            if styles.setdefault(f"{general}.weight_{part}", style) != style:
                 raise Unsupported(
                     f"{name}.weight_{part} would be shared out in another way than in the layers before it, which is not done"
                 )
-    plan.update(added)
+    plan.update(styles)
 
 
 def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[str, str]:
     """Part of the weight -> style, for a layer that the plan gives `style`."""
     parts, fmt = set(layer.weight.parts()), layer.format
-    shared = f"{name} ({fmt.name}) cannot be shared out over {ranks} ranks"
+    message = f"{name} ({fmt.name}) cannot be shared out over {ranks} ranks"
     if style not in (*_COLUMN, *_ROW):
-        raise Unsupported(f"{shared} in the style {style!r}; known are {', '.join((*_COLUMN, *_ROW))}")
+        raise Unsupported(f"{message} in the style {style!r}; known are {', '.join((*_COLUMN, *_ROW))}")
     if "nested" in parts:
-        raise Unsupported(f"{shared}: blocks of its nested scales run across rows; quantize to a format without them")
+        raise Unsupported(f"{message}: blocks of its nested scales run across rows; quantize to a format without them")
     styles = dict.fromkeys(parts, style)
     if style in _ROW:
-        _check_rows(layer, shared, ranks)
+        _check_rows(layer, message, ranks)
         if fmt.granularity == "out_channel":
             styles |= dict.fromkeys(parts & {"scales", "offsets"}, WHOLE)
     return styles | dict.fromkeys(parts & {"perm", "tensor_scale"}, WHOLE)

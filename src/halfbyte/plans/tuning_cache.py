@@ -81,8 +81,8 @@ def linear_plan(p: LinearProblem, gpu: GPU, use_pdl: bool, table: Table) -> tupl
     entry = table.entries.get(key_of(p))
     if isinstance(plan, str) or entry is None or entry.choice is None:
         return plan, _analytic(entry, table)
-    made = with_linear_choice(plan, entry.choice, p, gpu)
-    return (plan, _unfit(entry, made)) if isinstance(made, str) else (made, _tuned(entry, table))
+    choice = with_linear_choice(plan, entry.choice, p, gpu)
+    return (plan, _unfit(entry, choice)) if isinstance(choice, str) else (choice, _tuned(entry, table))
 
 
 def _tuned(entry: TunedEntry, table: Table) -> str:

@@ -60,10 +60,13 @@ def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: Capabil
     if c.tile not in TILES[spec.warps_m] or c.chunk not in CHUNKS or c.stages not in STAGES or c.blocks not in (1, 2):
         return f"{c} is no shape of this kernel"
     shape = replace(spec, tile=c.tile, chunk=c.chunk, stages=1, pad_slots=0)
-    copied = with_copies(shape, width)
-    if copied is None:
+    shape_with_copies = with_copies(shape, width)
+    if shape_with_copies is None:
         return f"the scales of {shape.step} k cannot be copied in pieces of 4 bytes or more"
-    return staged(copied, c.blocks, capability, (c.stages,)) or f"{c.stages} stages do not fit shared memory {c.blocks} times"
+    return (
+        staged(shape_with_copies, c.blocks, capability, (c.stages,))
+        or f"{c.stages} stages do not fit shared memory {c.blocks} times"
+    )
 
 
 def _warp_groups(spec: LinearWgmmaSpec, c: LinearChoice, width: int) -> LinearWgmmaSpec | str:

@@ -25,8 +25,8 @@ def register() -> None:
 
     from halfbyte.vllm.names import backend_names, refusal
 
-    if said := refusal(vllm.__version__):
-        warn_once(said)
+    if reason := refusal(vllm.__version__):
+        warn_once(reason)
         return
     from vllm.model_executor.layers import quantization
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

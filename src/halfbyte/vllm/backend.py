@@ -237,8 +237,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         """Choose the formats of this layer: vLLM has named it by now, and allocates its pages next."""
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", None) is self)
         index = extract_layer_index(self.kv_sharing_target_layer_name or name)
-        skipped = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)
-        self.formats = layer_formats(self.options, self.pair, index, skipped, act_dtype)
+        in_16_bits = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)
+        self.formats = layer_formats(self.options, self.pair, index, in_16_bits, act_dtype)
         layer.attn_backend = _backend_of(backend_name(self.formats.keys, self.formats.values))
         if self.alibi_slopes is not None:  # buffers outlast a sleep of level 2
             layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
@@ -324,8 +324,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
 def _log_blocks(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
     """Log, once, how many blocks there are, and how many vLLM's own cache would have."""
     plain = blocks * layout.token_head_bytes // ((layout.head_dim + layout.value_dim) * dtype.itemsize)
-    said = "KV cache in %s / %s: %s blocks; in %s the same memory has %s"
-    logger.info_once(said, layout.keys, layout.values, f"{blocks:,}", str(dtype).removeprefix("torch."), f"{plain:,}")
+    text = "KV cache in %s / %s: %s blocks; in %s the same memory has %s"
+    logger.info_once(text, layout.keys, layout.values, f"{blocks:,}", str(dtype).removeprefix("torch."), f"{plain:,}")
 
 
 @functools.cache

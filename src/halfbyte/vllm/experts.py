@@ -95,7 +95,7 @@ class ForeignStack(NamedTuple):
                 raise CheckpointError(f"{name}: expert {expert} is missing or not quantized; experts are read as a whole")
         size = (features // halves, width)
         each = [[self.experts[expert, half] for half in range(halves)] for expert in range(count)]
-        weights = [{stored.name: stored.weight(parts[e, half], size) for half, stored in enumerate(x)} for e, x in enumerate(each)]
+        weights = [{one.name: one.weight(parts[e, half], size) for half, one in enumerate(x)} for e, x in enumerate(each)]
         return stack(f"{name}.{self.projection}", weights, [alternating(halves, size[0])] * count)
 
 
@@ -114,9 +114,9 @@ def sorted_out(stored: Mapping[str, Own | Foreign]) -> tuple[dict[str, Own | For
             mixtures.setdefault(owner, {})[child] = OwnStack(child, weight)
         elif isinstance(weight, Foreign) and place and place[3] in (*GATE, *UP, *DOWN):
             projection = "down_proj" if place[3] in DOWN else "gate_up_proj"
-            made = mixtures.setdefault(place[1], {}).setdefault(projection, ForeignStack(projection, {}))
-            assert isinstance(made, ForeignStack)
-            made.experts[int(place[2]), int(place[3] in UP)] = weight
+            foreign = mixtures.setdefault(place[1], {}).setdefault(projection, ForeignStack(projection, {}))
+            assert isinstance(foreign, ForeignStack)
+            foreign.experts[int(place[2]), int(place[3] in UP)] = weight
         else:
             linear[name] = weight
     return linear, mixtures
@@ -127,10 +127,10 @@ def own_stacks_mapper(mixtures: Iterable[Mixture]) -> WeightsMapper:
     stacks = [stack.stored.name for mixture in mixtures for stack in mixture.values() if isinstance(stack, OwnStack)]
     if not stacks:
         return WeightsMapper()
-    renamed: dict[re.Pattern[str], str | None] = {re.compile(rf"^({'|'.join(map(re.escape, stacks))})$"): None}
+    patterns: dict[re.Pattern[str], str | None] = {re.compile(rf"^({'|'.join(map(re.escape, stacks))})$"): None}
     for ours, theirs in PROJECTIONS.items():
-        renamed[re.compile(rf"\.experts\.{ours}\.(\w+)$")] = rf".experts.{INNER}.{PACKED}{theirs}_\1"
-    return WeightsMapper(orig_to_new_regex=renamed)
+        patterns[re.compile(rf"\.experts\.{ours}\.(\w+)$")] = rf".experts.{INNER}.{PACKED}{theirs}_\1"
+    return WeightsMapper(orig_to_new_regex=patterns)
 
 
 class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
@@ -163,8 +163,8 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
         layer.halfbyte_shapes = ((num_experts, 2 * inner, hidden_size), (num_experts, hidden_size, inner))
         self._forget(layer)
         layer.halfbyte_catchers = {}
-        for index, stored in enumerate(self.stacks):
-            for name, count in stored.tensors(self.moe.has_bias).items():
+        for index, source in enumerate(self.stacks):
+            for name, count in source.tensors(self.moe.has_bias).items():
                 layer.register_parameter(name, catcher(count, self._loader(layer, index, name)))
                 layer.halfbyte_catchers[name] = index
         if isinstance(self.stacks[0], OwnStack):
@@ -178,7 +178,7 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
 
     def _loader(self, layer: Any, index: int, name: str) -> Callable[..., bool | None]:
         """What vLLM calls with each tensor for this parameter, which outlives the layer and must not keep it alive."""
-        there, stored = weakref.ref(layer), self.stacks[index]
+        there, source = weakref.ref(layer), self.stacks[index]
 
         def load(
             param: Parameter,
@@ -189,7 +189,7 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
             return_success: bool = False,
         ) -> bool | None:
             if not counted(param):
-                self._catch(there(), index, stored.key(name, expert_id, shard_id), param.device, loaded_weight)
+                self._catch(there(), index, source.key(name, expert_id, shard_id), param.device, loaded_weight)
             return True if return_success else None
 
         return load
@@ -199,12 +199,12 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
         if key == "bias":
             layer.halfbyte_biases[index] = self._bias_share(index, loaded).to(device)
             return
-        stored, found = self.stacks[index], layer.halfbyte_found[index]
-        found[key] = loaded
-        if layer.halfbyte_weights[index] is None and stored.complete(found):
-            weight = stored.weight(found, layer.halfbyte_shapes[index])
+        source, tensors = self.stacks[index], layer.halfbyte_found[index]
+        tensors[key] = loaded
+        if layer.halfbyte_weights[index] is None and source.complete(tensors):
+            weight = source.weight(tensors, layer.halfbyte_shapes[index])
             layer.halfbyte_weights[index] = self._share(index, weight).to(device)
-            found.clear()
+            tensors.clear()
 
     def _share(self, index: int, weight: QuantTensor) -> QuantTensor:
         """What this rank computes with."""
@@ -253,10 +253,10 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """x [T, hidden size] -> [T, hidden size], this rank's part of the sum. vLLM computes and adds shared experts."""
-        stored = zip(PROJECTIONS, layer.halfbyte_names, layer.halfbyte_formats, strict=True)
+        facts = zip(PROJECTIONS, layer.halfbyte_names, layer.halfbyte_formats, strict=True)
         up, down = (
             Projection([getattr(layer, part) for part in parts], fmt, getattr(layer, f"{projection}_stack_bias", None))
-            for projection, parts, fmt in stored
+            for projection, parts, fmt in facts
         )
         return experts_mlp(x, up, down, topk_ids, topk_weights, self.activation)
 
@@ -295,11 +295,11 @@ def _check_parallel(layer: Any, name: str) -> None:
     """Raise for ways to run a mixture that halfbyte's op does not support."""
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
-    refused = {
+    kinds = {
         "expert parallelism": parallel.use_ep,
         "data parallelism": parallel.dp_size > 1 or parallel.pcp_size > 1,
         "LoRA": moe.is_lora_enabled,
         "a router that scales the input of experts": layer.apply_router_weight_on_input,
     }
-    if found := [what for what, asked in refused.items() if asked]:
-        raise Unsupported(f"{name} has quantized experts, which halfbyte does not serve with {' and '.join(found)}; leave it out")
+    if reasons := [what for what, requested in kinds.items() if requested]:
+        raise Unsupported(f"{name} has quantized experts, which halfbyte does not serve with {' and '.join(reasons)}; leave it out")

@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     by_kind = {kind: member.name for kind, member in config.backend_per_kind.items()}
     if set(by_kind.values()) & set(backend_names()):
         raise Unsupported(f"backend_per_kind={by_kind}: on vLLM's CPU platform all layers share one backend; use attention_backend")
-    selected = "" if config.backend is None else config.backend.name
-    if selected in backend_names():
-        return getattr(backend, selected)
+    name_of_backend = "" if config.backend is None else config.backend.name
+    if name_of_backend in backend_names():
+        return getattr(backend, name_of_backend)
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)

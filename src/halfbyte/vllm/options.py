@@ -33,12 +33,12 @@ class Options(NamedTuple):
     def current(cls, pair: Pair) -> Options:
         """The options of the engine that is being built, checked, for a backend of these formats."""
         config = get_current_vllm_config()
-        chosen = config.additional_config.get("halfbyte", {}) if isinstance(config.additional_config, dict) else {}
-        known = ", ".join(cls._fields)
-        check(isinstance(chosen, dict), f"additional_config has halfbyte={chosen!r}; expected an object with some of: {known}")
-        unknown = sorted(set(chosen) - set(cls._fields))
-        check(not unknown, f"additional_config has halfbyte options {unknown}; known are {known}")
-        options = cls(**chosen)
+        entries = config.additional_config.get("halfbyte", {}) if isinstance(config.additional_config, dict) else {}
+        names = ", ".join(cls._fields)
+        check(isinstance(entries, dict), f"additional_config has halfbyte={entries!r}; expected an object with some of: {names}")
+        unknown = sorted(set(entries) - set(cls._fields))
+        check(not unknown, f"additional_config has halfbyte options {unknown}; known are {names}")
+        options = cls(**entries)
         _check_skipped(config)
         check(options.prefill in ("cache", "exact"), f"halfbyte option prefill={options.prefill!r}; choose cache or exact")
         check(isinstance(options.rotate_keys, bool), f"halfbyte option rotate_keys={options.rotate_keys!r}; choose true or false")

@@ -25,9 +25,9 @@ def parameter(part: str) -> str:
 
 def catcher(count: int, loader: Callable[..., bool | None]) -> Parameter:
     """A parameter for `count` tensors of the files, each of which vLLM gives to `loader`."""
-    made = Parameter(torch.empty(count, dtype=torch.uint8), requires_grad=False)
-    set_weight_attrs(made, {"weight_loader": loader})
-    return made
+    parameter = Parameter(torch.empty(count, dtype=torch.uint8), requires_grad=False)
+    set_weight_attrs(parameter, {"weight_loader": loader})
+    return parameter
 
 
 def counted(param: Parameter) -> bool:
@@ -96,6 +96,6 @@ class Foreign(NamedTuple):
 
 def foreign_weights(adapter: Adapter, names: Iterable[str]) -> dict[str, Foreign]:
     """Module -> its weight, of those that are quantized among the tensor names of the files."""
-    held = set(names)
-    consumed = {module: adapter.consumed(module) & held for module in adapter.layers(held)}
-    return {m: Foreign(m, adapter, frozenset(name.removeprefix(f"{m}.") for name in c)) for m, c in consumed.items()}
+    tensors = set(names)
+    by_module = {module: adapter.consumed(module) & tensors for module in adapter.layers(tensors)}
+    return {m: Foreign(m, adapter, frozenset(name.removeprefix(f"{m}.") for name in c)) for m, c in by_module.items()}

@@ -117,12 +117,12 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """Every tensor of the files is wanted; in names of parameters there is no dot."""
-        foreign = [stored for stored in self.stored.values() if isinstance(stored, Foreign)]
+        foreign = [source for source in self.stored.values() if isinstance(source, Foreign)]
         foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
-        dotted = {part for stored in foreign for part in stored.held if "." in part}
+        dotted = {part for source in foreign for part in source.held if "." in part}
         suffixes = {f".{part}": f".{parameter(part)}" for part in sorted(dotted)}
-        renamed = {**self.renamed, NOTICE: None}
-        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=renamed) | own_stacks_mapper(self.mixtures.values())
+        names = {**self.renamed, NOTICE: None}
+        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=names) | own_stacks_mapper(self.mixtures.values())
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
@@ -143,11 +143,11 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             return None
         parent, _, child = prefix.rpartition(".")
         names = [f"{parent}.{shard}".lstrip(".") for shard in self.packed_modules_mapping.get(child, [child])]
-        found = [name for name in names if name in self.stored]
-        if not found:
+        own = [name for name in names if name in self.stored]
+        if not own:
             return UnquantizedLinearMethod()
-        if found != names:
-            raise Unsupported(f"{prefix}: {found} are quantized and the rest of {names} is not; vLLM computes them together")
+        if own != names:
+            raise Unsupported(f"{prefix}: {own} are quantized and the rest of {names} is not; vLLM computes them together")
         return HalfbyteLinear([self.stored[name] for name in names])
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> HalfbyteExperts | None:
@@ -178,11 +178,11 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         """Parameters that catch what the files hold: one element for each stored weight with a tensor of that name."""
         layer.halfbyte_sizes = (output_partition_sizes, input_size_per_partition, input_size)
         self._forget(layer)
-        held = [stored.tensors(input_size) for stored in self.stored]
-        for name in sorted(set().union(*held)):
-            made = catcher(sum(name in names for names in held), self._loader(layer, name))
-            layer.register_parameter(parameter(name), made)
-        layer.halfbyte_catchers = sorted(parameter(name) for name in set().union(*held))
+        expected = [stored.tensors(input_size) for stored in self.stored]
+        for name in sorted(set().union(*expected)):
+            catchers = catcher(sum(name in names for names in expected), self._loader(layer, name))
+            layer.register_parameter(parameter(name), catchers)
+        layer.halfbyte_catchers = sorted(parameter(name) for name in set().union(*expected))
 
     def _forget(self, layer: Any) -> None:
         """Nothing is loaded yet."""
@@ -203,14 +203,14 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
     def _catch(self, layer: Any, name: str, device: torch.device, loaded: torch.Tensor, shard: Any) -> None:
         """Keep one tensor; once they are all there, make the weight of this rank of them."""
         index = 0 if shard is None else shard if isinstance(shard, int) else "qkv".index(shard)
-        stored, found = self.stored[index], layer.halfbyte_found[index]
-        found[name] = loaded
-        if layer.halfbyte_weights[index] is None and stored.complete(found):
+        source, tensors = self.stored[index], layer.halfbyte_found[index]
+        tensors[name] = loaded
+        if layer.halfbyte_weights[index] is None and source.complete(tensors):
             wholes = _out_features(layer)
             rows = sum(wholes) if len(self.stored) == 1 else wholes[index]
-            weight = stored.weight(found, (rows, layer.halfbyte_sizes[2]))
+            weight = source.weight(tensors, (rows, layer.halfbyte_sizes[2]))
             layer.halfbyte_weights[index] = self._share(layer, index, weight, device).to(device)
-            found.clear()
+            tensors.clear()
 
     def _share(self, layer: Any, index: int, weight: QuantTensor, device: torch.device) -> QuantTensor:
         """What this rank computes with: rows of a column-parallel layer, columns of a row-parallel one."""
@@ -230,18 +230,18 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         sizes, wholes = layer.halfbyte_sizes[0], _out_features(layer)
         if len(self.stored) > 1:
             sizes, wholes = sizes[index : index + 1], wholes[index : index + 1]
-        found, at = [], 0
+        ranges, at = [], 0
         for whole, size in zip(wholes, sizes, strict=True):
             begin = at + layer.tp_rank * (whole // size) // layer.tp_size * size  # ranks may share KV heads
-            found.append((begin, begin + size))
+            ranges.append((begin, begin + size))
             at += whole
-        return [(0, at)] if sizes == wholes else found
+        return [(0, at)] if sizes == wholes else ranges
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """The weights become parameters, in the place of those that caught their parts."""
-        for stored, weight, found in zip(self.stored, layer.halfbyte_weights, layer.halfbyte_found, strict=True):
+        for source, weight, tensors in zip(self.stored, layer.halfbyte_weights, layer.halfbyte_found, strict=True):
             if weight is None:
-                raise CheckpointError(f"{stored.name}: of its weight the files hold only {sorted(found) or 'nothing'}")
+                raise CheckpointError(f"{source.name}: of its weight the files hold only {sorted(tensors) or 'nothing'}")
         for name in layer.halfbyte_catchers:
             delattr(layer, name)
         weights = merged(layer.halfbyte_weights)
