@@ -160,7 +160,8 @@ class Suite:
 
     def wrong(self) -> dict[str, Change]:
         """A field of another type: an object, a tensor, the level."""
-        roots = sorted({one.path.split(".")[0] for one in self.op.arguments if "." in one.path or one.kind == Sequence[QuantTensor]})
+        objects = (one for one in self.op.arguments if "." in one.path or one.kind == Sequence[QuantTensor])
+        roots = sorted({one.path.split(".")[0] for one in objects})
         return {path: changed(path, [[1, 0]]) for path in (*roots, *self.tensors(), "impl")}
 
 
