@@ -36,7 +36,7 @@ from halfbyte.nn import QuantLinear
         (lambda: tf.Llama4TextConfig(), "chunked_attention"),
         (lambda: tf.T5Config(), "position bias"),
         (lambda: tf.BartConfig(), "encoder-decoder"),
-        (lambda: tf.Gemma3Config(), "not causal everywhere"),
+        (lambda: tf.PaliGemmaConfig(), "not causal everywhere"),
     ],
 )
 def test_families(config, reason):
