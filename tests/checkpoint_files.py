@@ -388,8 +388,9 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (gptq, {}, say(dynamic={".*": 3}), r"quantization_config has '\.\*': 3; expected an object"),
     *(
         (gptq, {}, say(dynamic={f"+:{hostile}": {}}), "at most 4 repeats")
-        for hostile in ("(a+)+$", "((a*)b)*", ".*" * 5, "a" * 1001)
+        for hostile in ("(a+)+$", "((a*)b)*", "(a|a)*b", ".*" * 5, "a" * 1001)
     ),
+    *((gptq, {}, say(dynamic={f"+:{hostile}": {}}), "4,096 choices") for hostile in ("a?" * 30 + "a" * 30, "(?:a|a)" * 30 + "b")),
     (gptq, {}, say(dynamic={"+:(": {}}), r"the pattern '\('"),
     (nvfp4, {}, put("weight_scale_2", torch.tensor(torch.nan)), r"a\.b\.weight_scale_2 holds 1"),
     (nvfp4, {}, put("pre_quant_scale", torch.ones(128)), r"a\.b\.pre_quant_scale"),

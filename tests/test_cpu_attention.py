@@ -437,6 +437,14 @@ def test_awkward_shapes(drawn: tuple[Case, int]) -> None:
     built.check(block)
 
 
+@pytest.mark.parametrize(("lengths", "queries"), [([100, 600], 1), ([262], 8), ([257, 512, 3], 5)])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_loops_read_nothing_behind_a_length(name: str, lengths: list[int], queries: int) -> None:
+    """Where a block of 256 tokens begins behind the end of a sequence, or behind what its first queries see."""
+    options = {"keys": name, "values": name, "dtype": torch.bfloat16, "queries": queries, "heads": (1, 1)}
+    case(batch=len(lengths), lengths=lengths, **options).check()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["int8", "int8_tensor", "int8_token", "int8_g32", "int4", "int4_g64"])
 def test_loops_read_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits on any number of threads, and for a sequence alone and among others."""

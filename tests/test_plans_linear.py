@@ -14,7 +14,7 @@ from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.plans.linear import gluon_linear, shares
-from halfbyte.plans.linear_large import LinearLargeSpec
+from halfbyte.plans.linear_large import LinearLargeSpec, large_linear, parts_of
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES
@@ -306,6 +306,8 @@ def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, pr
 @pytest.mark.parametrize("name", ["int4_sym_g128", "int4_g32", "int4_sym_col", "int8_col", "int8_g128", "nf4", "mxfp4", "nvfp4"])
 def test_many_rows_fill_a_multiprocessor(name: str, dtype: str) -> None:
     """Codes, mbarriers, the codebook and x lie one behind the other; no second block fits."""
+    if (name, dtype) == ("mxfp4", "fp16"):
+        pytest.skip("refused: see test_scales_beyond_fp16_are_not_multiplied_in_it")
     for rows in (192, 512, 4096):
         found = on_hopper(name, 8192, 8192, rows, dtype)
         assert isinstance(found, LinearPlan)
@@ -355,3 +357,21 @@ def test_what_warp_groups_refuse(name: str, n: int, k: int, rows: int, device: d
     found = on_hopper(name, n, k, rows, **device)
     assert isinstance(found, str)
     assert why in found
+
+
+@pytest.mark.parametrize("sms", [114, 132])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [((8192, 8192), 3072), ((8192, 8192), 2048), (4096, 4096), ((14336, 14336), 4096), ((9728, 9728), 2560), (128256, 2048)],
+)
+def test_every_part_of_a_tile_for_large_m_has_steps(n: int | tuple[int, ...], k: int, sms: int) -> None:
+    """A part without a step would not arrive at the exchange: its tile would stay unwritten, and its semaphore set."""
+    for rows in range(192, 8193, 64):
+        plan = large_linear(problem("int4_sym_g128", n, k, rows, "bf16"), H200._replace(num_sms=sms), use_pdl=True)
+        assert isinstance(plan, LinearPlan)
+        assert parts_of(plan.tiles, plan.programs) <= plan.steps, f"M = {rows}: {plan.why}"
+
+
+def test_scales_beyond_fp16_are_not_multiplied_in_it() -> None:
+    assert "E8M0" in str(large_linear(problem("mxfp4", 4096, 4096, 512, "fp16"), H200, use_pdl=True))
+    assert isinstance(large_linear(problem("mxfp4", 4096, 4096, 512, "bf16"), H200, use_pdl=True), LinearPlan)

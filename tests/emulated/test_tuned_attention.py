@@ -11,7 +11,7 @@ from gpu_cases import Call, Case, Variant, build, same_bits, simple, some_of, wi
 
 import halfbyte as hb
 from accuracy import lse_bound
-from halfbyte.plans import decode_attention
+from halfbyte.plans import decode_shapes
 from halfbyte.reference.attention import read
 from halfbyte.reference.hadamard import rotate
 from varlen_cases import batch_of
@@ -237,8 +237,8 @@ INVARIANT = {
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of a few hundred tokens have several splits, and groups of them."""
-    monkeypatch.setattr(decode_attention, "FIXED_SPLIT", 256)
-    monkeypatch.setattr(decode_attention, "FIXED_FANIN", 2)
+    monkeypatch.setattr(decode_shapes, "FIXED_SPLIT", 256)
+    monkeypatch.setattr(decode_shapes, "FIXED_FANIN", 2)
 
 
 @pytest.mark.slow(sample=4)

@@ -49,7 +49,7 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
         launch = Launch((*grid, 1, 1)[:3], values, made.metadata.shared, described)
         blocks = list(itertools.product(*(range(n) for n in launch.grid[::-1])))
         memory = Memory(tensors)
-        ordered = getattr(kwargs.get("C"), "owner_reduces", False)  # a block waits for those that were started before it
+        ordered = getattr(names.get("C"), "owner_reduces", False)  # a block waits for those that were started before it
         for block in blocks[::-1] if backwards and not ordered else blocks:
             Block(code, memory, launch, block[::-1], order).run()
         early.append(memory.early)

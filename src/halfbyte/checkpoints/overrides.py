@@ -14,8 +14,9 @@ from halfbyte.errors import CheckpointError, Unsupported
 
 Settings = Mapping[str, Any]
 
-#: Characters and repeats of one expression, which takes less than (length of a name) to the power of its repeats.
-MAX_PATTERN, MAX_REPEATS = 1000, 4
+#: Characters and repeats of one expression, which takes less than (length of a name) to the power of its repeats, times the ways in
+#: which its `?` and `|` can be chosen.
+MAX_PATTERN, MAX_REPEATS, MAX_CHOICES = 1000, 4, 4096
 #: Characters of a name that are looked at.
 MAX_NAME = 300
 _REPEAT = re.compile(r"[*+{]")
@@ -41,12 +42,16 @@ def expression(pattern: str, *, anchored: bool = False) -> re.Pattern[str]:
     """
     plain = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
     slow = len(pattern) > MAX_PATTERN or len(_REPEAT.findall(plain)) > MAX_REPEATS
+    choices = 2 ** len(re.findall(r"(?<![(*+?}])\?", plain))
     while not slow and (group := re.search(r"\([^()]*\)", plain)) is not None:
-        plain = plain.replace(group[0], "\0" if re.search("[*+{\0]", group[0]) else "x")  # a NUL for a group that repeats something
+        choices *= (1 + group[0].count("|")) ** plain.count(group[0])
+        inside = group[0].removeprefix("(?:")
+        plain = plain.replace(group[0], "\0" if re.search("[*+{|?\0]", inside) else "x")  # a NUL for a group that is no fixed text
         slow = re.search("\0[*+{]", plain) is not None
-    if slow:
+    if slow or choices > MAX_CHOICES:
         raise Unsupported(
-            f"quantization_config has the pattern {pattern[:80]!r}; at most {MAX_REPEATS} repeats, none in another, are read"
+            f"quantization_config has the pattern {pattern[:80]!r}; at most {MAX_REPEATS} repeats, none of a group "
+            f"with repeats or alternatives, and {MAX_CHOICES:,} choices are read"
         )
     try:
         return re.compile(rf"\A(?:{pattern})" if anchored else pattern)

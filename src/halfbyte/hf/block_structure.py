@@ -207,9 +207,11 @@ def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iter
 def _recording(modules: Sequence[nn.Module]) -> Iterator[list[Call]]:
     """The calls of modules, in the order of their ends."""
     calls: list[Call] = []
+    owner = threading.get_ident()
 
     def seen(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        calls.append(Call(module, args, kwargs, out))
+        if threading.get_ident() == owner:  # other threads may run the model meanwhile
+            calls.append(Call(module, args, kwargs, out))
 
     with _LOCK:
         hooks = [module.register_forward_hook(seen, with_kwargs=True) for module in modules]

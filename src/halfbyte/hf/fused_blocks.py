@@ -26,7 +26,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from halfbyte.errors import Unsupported
 from halfbyte.hf.block_structure import Structure, norms_of, readings, same, structure_of
 from halfbyte.hf.fused_parts import AddedForms, Form, Tables, fused_part, quantized_layer, whole_rows
 from halfbyte.hf.model_support import blocks, tensors_of
@@ -83,9 +82,14 @@ def _view(model: Any, addresses: tuple[int, ...] | None) -> _View:
     return view
 
 
-def weight_addresses(model: nn.Module) -> tuple[int, ...]:
-    """Where the weights of a model lie: they do so elsewhere once it was moved, cast, quantized or given adapters."""
-    return tuple([local_shard(t).data_ptr() for t in tensors_of(model)])
+#: What PEFT changes of a layer to turn adapters on and off, without touching a tensor.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+def weight_addresses(model: nn.Module) -> tuple[Hashable, ...]:
+    """Where the weights of a model lie, and which adapters are on: other ones once it was moved, cast, quantized or adapted."""
+    adapters = [str(vars(m)[name]) for m in model.modules() for name in _OF_ADAPTERS if name in vars(m)]
+    return (*[local_shard(t).data_ptr() for t in tensors_of(model)], *adapters)
 
 
 def weight_versions(model: nn.Module) -> int:
@@ -109,9 +113,9 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
         try:
             structures.append(structure_of(calls, norms))
             reasons.append("")
-        except Unsupported as error:
+        except Exception as error:  # of a block unlike any that is known: it runs as it is
             structures.append(None)
-            reasons.append(str(error))
+            reasons.append(str(error) or type(error).__name__)
     if all(structure is None for structure in structures):
         return _View(None, reasons)
     ahead, tables, all_reduce = _Ahead(), Tables(), all_reduce_of(model)
@@ -150,13 +154,21 @@ def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:
     """The modules whose forwards run, or would have run, in a view: those around the blocks, and all within them."""
     parts = path.split(".")[:-1]
     yield from (model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1))
+    yield from model.get_submodule(".".join(parts)).children()  # a view has a norm of its own behind the blocks
     yield from (m for layer in model.get_submodule(path).children() for m in layer.modules())
 
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether somebody wants to see a module's calls (hooks, accelerate's offloading), or has replaced its forward."""
-    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    return has_hooks or ("forward" in vars(module) and not _is_parallel(module))
+    return has_hooks(module) or ("forward" in vars(module) and not _is_parallel(module))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, other than those by which transformers collects outputs: they stay, and do nothing in between."""
+    collecting = "transformers.utils.output_capturing"
+    return bool(module._forward_pre_hooks) or any(
+        getattr(h, "__module__", "") != collecting for h in module._forward_hooks.values()
+    )
 
 
 def _is_parallel(module: nn.Module) -> bool:
@@ -211,7 +223,9 @@ class FusedBlock(nn.Module):
         all_reduce: AllReduce | None,
     ) -> None:
         super().__init__()
-        self.own, self.structure, self.ahead, self.all_reduce = [layer], structure, ahead, all_reduce  # a list: no child
+        bare = [branch._replace(parts=[]) for branch in structure.branches]  # without tensors of the step that was read
+        self.own, self.structure = [layer], structure._replace(branches=bare)  # a list: no child
+        self.ahead, self.all_reduce = ahead, all_reduce
         ends = [*(branch.before for branch in structure.branches[1:]), following]
         self.branches = [(form, branch.after, end) for form, branch, end in zip(forms, structure.branches, ends, strict=True)]
 

@@ -34,7 +34,7 @@ from halfbyte.errors import Unsupported, warn_once
 from halfbyte.hf.attention import CACHE
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
-from halfbyte.hf.fused_blocks import fused_view
+from halfbyte.hf.fused_blocks import fused_view, has_hooks
 from halfbyte.hf.model_support import rotations_by_length, tensors_of
 from halfbyte.hf.recorded_step import MOST_DRAFTS, Forward, LookupForward, keep_step, take_step
 from halfbyte.hf.weights import ranks_of
@@ -115,6 +115,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         "the model, or its input, lies on several devices": len({t.device for t in (*tensors_of(model), input_ids)}) > 1,
         "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
+        "hooks watch the model, and a replayed graph calls none": input_ids.is_cuda and any(map(has_hooks, model.modules())),
         "prefix tuning makes a cache of its own": _adapter(model) == "PREFIX_TUNING",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -217,7 +218,7 @@ class _Loop:
         """Every token but the first."""
         view = fused_view(self.owner.model) if self.owner.fuse_blocks else None
         forward = self.view if view is None else view
-        self.forward = self._first_forward((view is not None, self.view.training, self.lookup), inputs)
+        self.forward = self._first_forward((view, self.view.training, self.lookup), inputs)  # a view made anew is another
         more = True
         while more:
             self._choose(self.forward(forward))

@@ -79,6 +79,8 @@ def large_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
     weight = one_weight_spec(p, e2m1_codebook=True)
     if isinstance(weight, str):
         return weight
+    if p.half == "fp16" and weight.scale == "e8m0":
+        return "scales in E8M0 exceed fp16, and for large M the kernel multiplies codes by them in 16 bits"
     if p.width % (8 * weight.codes_per_word):
         return f"{p.width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
     if p.tiles(LinearLargeSpec.tile) * p.rows >= 128 * _MOST_TILES:
@@ -101,11 +103,14 @@ def _divided(shape: LinearLargeSpec, p: LinearProblem, slots: int) -> tuple[floa
     tiles, steps = p.tiles(shape.tile) * -(-p.rows // shape.block_m), -(-p.width // shape.step)
     most = min(slots, tiles * max(1, steps // _FEWEST_STEPS))
     few = -(-tiles // -(-tiles // slots))  # as many waves, and the fewest programs that do it
-    costs = {
-        programs: _cost(shape, tiles, steps, programs)
-        for programs in (few, tiles * max(1, most // tiles), most)
-        if programs <= slots
-    }
+
+    def fits(n: int) -> bool:
+        """Whether every part has steps: a program without one would not arrive at the exchange of its tile's sums."""
+        return n <= slots and parts_of(tiles, n) <= max(1, steps // _FEWEST_STEPS)
+
+    candidates = [n for n in (few, tiles * max(1, most // tiles), most) if fits(n)]
+    candidates = candidates or [next(n for n in range(few, 0, -1) if fits(n))]  # one program leaves no tile to part
+    costs = {programs: _cost(shape, tiles, steps, programs) for programs in candidates}
     programs = min(costs, key=lambda n: (costs[n], n))
     parts = parts_of(tiles, programs)
     split = tiles % programs if parts > 1 else 0

@@ -2,8 +2,8 @@
 
 vLLM queries the bytes of a token from the backend class, so each pair of formats has a class. It queries the class of each layer
 once weights are loaded: until then a layer's class can be replaced. A page of a layer is uint8 [H, N, C], see `PageLayout`; slots
-and page tables are vLLM's. With prefill "cache", the default, every key is read as stored: results depend neither on the chunks of
-a prompt nor on prefix hits or preemption.
+and page tables are vLLM's. With prefill "cache", the default, every query sees the stored codes, however a prompt is cut. Long
+chunks read them rounded to 16 bits (`prompts.py`), so chunks, prefix hits and preemption change results by rounding only.
 """
 
 from __future__ import annotations
@@ -227,7 +227,10 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         )
         self._scratch_tokens = config.model_config.max_model_len + config.scheduler_config.max_num_batched_tokens
         self.prompts: FlashPrompts | None = None
-        drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+        speculation = config.speculative_config
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
+        if getattr(speculation, "parallel_drafting", False) and not getattr(config, "use_v2_model_runner", False):
+            drafts *= 2  # with slots of masks, as vLLM's max_decode_query_len counts
         scheduler = config.scheduler_config
         self._limits, self._warm = Limits(scheduler.max_num_seqs, 1 + drafts, scheduler.max_num_batched_tokens), False
         self._memory: tuple[int, int] | None = None

@@ -6,9 +6,8 @@ many times over (`halfbyte.plans.prompts`). Queries see the same numbers as ever
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,9 +42,13 @@ class Ragged:
     page_table: torch.Tensor
     exact: bool = False
     host: tuple[tuple[int, int], ...] = ()
+    _kept: dict[int | None, tuple[torch.Tensor, int, int]] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
-        self.visible = functools.cache(self._visible)  # once a step, not once a layer
+    def visible(self, window: int | None) -> tuple[torch.Tensor, int, int]:
+        """`_visible`, computed once a step and not once a layer. Without functools.cache, whose cycle would keep GPU memory."""
+        if window not in self._kept:
+            self._kept[window] = self._visible(window)
+        return self._kept[window]
 
     def _visible(self, window: int | None) -> tuple[torch.Tensor, int, int]:
         """Of the newest tokens of each request that its queries see: cu_seqlens_k; how many rows they take; the most of one."""

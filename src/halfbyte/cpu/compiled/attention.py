@@ -108,8 +108,9 @@ def attend(
                 if slopes is not None:
                     for t in range(hi - lo):
                         row[t] += slopes[h, r] * np.float32(start + lo + t - spans[b, r, 2])
-                seen, end = max(spans[b, r, 0] - start - lo, 0), min(spans[b, r, 1] - start, hi) - lo
-                _weights(row, seen, end, state[b, h, r], out[b, h, r], bits)
+                # Neither below 0: a negative bound of a slice counts from its end.
+                begin, end = max(spans[b, r, 0] - start - lo, 0), max(min(spans[b, r, 1] - start, hi) - lo, 0)
+                _weights(row, begin, end, state[b, h, r], out[b, h, r], bits)
                 scores[: hi - lo, r] = row
             _add(values[0], values[1], values[2], values[3], b, h, lo, hi, scores, out[b, h])
 
@@ -159,7 +160,7 @@ def _weights(row: Array, first: int, last: int, state: Array, out: Array, bits: 
         for d in range(out.shape[0]):
             out[d] *= keep
     row[:first] = 0
-    row[max(last, 0) :] = 0
+    row[last:] = 0
     _exp(row[first:last], largest, bits)
     state[1] += row[first:last].sum()
 
