@@ -83,7 +83,7 @@ BLOCK = [
         PARTS,
         "Heads.__init__",
         Rewrite("attended.options", "{**attended.options, 'sliding_window': None}"),
-        blocks("test_the_same_tokens[mistral-1]"),
+        blocks("test_every_block_of_these_families_is_fused[mistral]"),
     ),
     Mutant(
         "the norm behind attention left out",
@@ -117,7 +117,7 @@ BLOCK = [
         "blocks compared near the start of a text only",
         PARTS,
         "_attends_alike",
-        Rewrite("_f(form, far, 1.0)", "_f(form, near, 1.0)"),
+        Rewrite("zip(_f(form, far, 1.0), far.attended[number][0][1:4:2], strict=False)", "()"),
         blocks("test_attention_that_scales_queries_of_late_positions_stays_its_own"),
     ),
     Mutant(
@@ -159,7 +159,7 @@ BLOCK = [
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
         "_Loop._steps",
-        Rewrite("view is not None", "False"),
+        Rewrite("(view, self.view.training, self.lookup)", "(None, self.view.training, self.lookup)"),
         blocks("test_the_same_tokens[llama-1]"),
     ),
 ]

@@ -294,7 +294,7 @@ STATE = [
         "a recorded step replayed with weights that lie elsewhere",
         "hf/fused_blocks.py",
         "weight_addresses",
-        Rewrite("tuple([local_shard(t).data_ptr() for t in _t])", "()"),
+        Rewrite("[local_shard(t).data_ptr() for t in _t]", "[]"),
         tests_of("hf/test_hf_graph_generate.py")("test_the_next_call_keeps_step_and_cache"),
     ),
     Mutant(
