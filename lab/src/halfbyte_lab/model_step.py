@@ -359,6 +359,7 @@ def _call(model: Any, steps: Steps, way: Way, new: int) -> Callable[[], None]:
 
 def parts_of(model: Any, steps: Steps, way: Way) -> dict[str, Part]:
     """What a decode step runs, the longest first. Tracing slows what is timed later on a GPU."""
+    _call(model, steps, way, steps.new)()  # fused blocks are proved before their first step
     short, long = (_traced(_call(model, steps, way, new), model.device) for new in (1, steps.new))
     each = 1 / (steps.new - 1)
     parts = {}

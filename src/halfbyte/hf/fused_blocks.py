@@ -154,7 +154,8 @@ def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:
     """The modules whose forwards run, or would have run, in a view: those around the blocks, and all within them."""
     parts = path.split(".")[:-1]
     yield from (model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1))
-    yield from model.get_submodule(".".join(parts)).children()  # a view has a norm of its own behind the blocks
+    around = model.get_submodule(".".join(parts))
+    yield from (m for m in around.children() if isinstance(w := getattr(m, "weight", None), torch.Tensor) and w.ndim == 1)  # its norm
     yield from (m for layer in model.get_submodule(path).children() for m in layer.modules())
 
 
