@@ -154,8 +154,9 @@ def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:
     """The modules whose forwards run, or would have run, in a view: those around the blocks, and all within them."""
     parts = path.split(".")[:-1]
     yield from (model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1))
-    around = model.get_submodule(".".join(parts))
-    yield from (m for m in around.children() if isinstance(w := getattr(m, "weight", None), torch.Tensor) and w.ndim == 1)  # its norm
+    around = model.get_submodule(".".join(parts)).children()
+    weights = [(m, getattr(m, "weight", None)) for m in around]
+    yield from (m for m, weight in weights if isinstance(weight, torch.Tensor) and weight.ndim == 1)  # the norm: a view has its own
     yield from (m for layer in model.get_submodule(path).children() for m in layer.modules())
 
 
