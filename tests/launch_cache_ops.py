@@ -403,6 +403,7 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], bool]] = {
     "a batch of rows, zero points and a bias": ("int4_g64", (2, 4, 1024), True),
     "a tensor scale": ("nvfp4", (16, 1024), False),
     "warp groups": ("int4_sym_g128", (2, 20, 1024), True),
+    "rows of a prompt": ("int4_sym_g128", (2, 128, 1024), True),
 }
 
 

@@ -159,6 +159,9 @@ def addresses(arguments: Any, moved: dict[int, int]) -> Any:
     """Tensors as their addresses, which have `moved`, in tuples too."""
     if isinstance(arguments, torch.Tensor):
         return moved.get(arguments.data_ptr(), arguments.data_ptr())
+    if hasattr(arguments, "block_shape"):  # a TMA descriptor
+        fields = [arguments.shape, arguments.strides, arguments.block_shape, arguments.layout, arguments.padding]
+        return (arguments.base.data_ptr(), *map(str, fields), arguments.round_f32_to_tf32)
     return tuple(addresses(a, moved) for a in arguments) if isinstance(arguments, tuple | list) else arguments
 
 
@@ -192,8 +195,8 @@ def check_replay(op: Suite, first: Arguments, given: Arguments, gpu: Gpu) -> Non
         moved[gpu.first[2][0][1].data_ptr()] = gpu.replayed[0][10]
     for (arguments, grid), replayed in zip(gpu.first[launches:], gpu.replayed, strict=True):
         assert replayed[:9] == (*grid, 7, 11, (4, 1, 100), None, None, None)
-        assert replayed[9:] == addresses(arguments, moved)
-    launched = {a for replayed in gpu.replayed for a in flat(replayed[9:])}
+        assert addresses(replayed[9:], {}) == addresses(arguments, moved)
+    launched = {a for replayed in gpu.replayed for a in flat(addresses(replayed[9:], {}))}
     assert launched >= {t.data_ptr() for t in tensors_in([*given.values(), *results])}
     assert [(tuple(r.shape), r.dtype) for r in results] == [(tuple(shape), dtype) for shape, dtype in op.results(given)]
     assert all(r.is_contiguous() for r in results)

@@ -15,7 +15,6 @@ from halfbyte.ops import launch_cache
 from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import at_hand, counters, floats
-from halfbyte.plans.linear_large import LinearLargeSpec
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows, slab_shares
 from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.tuning_cache import linear_plan, table_of
@@ -151,8 +150,6 @@ def _run_plan(
 
     others = (*call.biases, *[w.tensor_scale for w in call.weights], *(around or ()))
     types = tuple((t.dtype, t.data_ptr() % 16) for t in others if t is not None)
-    if isinstance(plan.spec, LinearLargeSpec):
-        signature = None  # its descriptor of x holds an address
     key = None if compiled else (plan, x.device, x.shape[1], tuple(w.shape[0] for w in call.weights), types)
     launch_cache.launch(LINEAR, call, plan, launches, outs, signature=signature, own=compiled, key=key)
 

@@ -11,6 +11,7 @@ tensors are on the meta device, each with a storage of its own. What they pass o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -210,8 +211,30 @@ class _Places:
             return self._numbers[id(value)]
         if value is None or type(value) in (int, bool):
             return repr(value)
-        self._constants[name := f"k{len(self._constants)}"] = value
-        return name
+        name, base = f"k{len(self._constants)}", getattr(value, "base", None)
+        described = isinstance(base, torch.Tensor)
+        self._constants[name] = _descriptor_like(value) if described else value
+        return f"{name}({self._text(base)})" if described else name
+
+
+class _Address(int):
+    """An address that Triton's launcher takes in place of a tensor."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def _descriptor_like(described: Any) -> Callable[[int], Any]:
+    """Address -> a TMA descriptor of a tensor there, otherwise like this one. The function holds no tensor."""
+    template = copy.copy(described)
+    template.base = None
+
+    def descriptor(address: int) -> Any:
+        new = copy.copy(template)
+        new.base = _Address(address)
+        return new
+
+    return descriptor
 
 
 def _storage(t: torch.Tensor) -> int:

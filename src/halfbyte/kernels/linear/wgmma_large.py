@@ -378,7 +378,7 @@ def linear_large(
 def launches(
     x: torch.Tensor, weights: Weights, plan: LinearPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
 ) -> list[Launch]:
-    """As `mma.launches`. x is described by its address, so the launch cache cannot repeat it."""
+    """As `mma.launches`. The kernel takes a TMA descriptor of x in place of its address."""
     spec = plan.spec
     described = TensorDescriptor.from_tensor(x, [spec.block_m, spec.chunk], _x_layout())
     options = {"launch_pdl": spec.use_pdl, "num_warps": spec.warps, "maxnreg": spec.registers}
