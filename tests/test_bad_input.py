@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "attend: negative lengths": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(-1, 0))), "lengths run from -1"),
     "attend: lengths beyond the capacity": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(0, 65))), "to 65"),
     # -- prefill_attention
-    "prefill: chunk longer than the cache's": (prefill(r(2, 4, 6, 64), r(2, 2, 6, 64), r(2, 2, 6, 64)), "shorter than the chunk"),
+    "prefill: chunk longer than the cache's": (prefill(r(2, 4, 6, 64), r(2, 2, 6, 64), r(2, 2, 6, 64)), "append the chunk first"),
     "prefill: k of rank 3": (prefill(r(2, 4, 5, 64), r(2, 5, 64), r(2, 2, 5, 64)), "k has shape"),
     "prefill: k of query heads": (prefill(r(2, 4, 5, 64), r(2, 4, 5, 64), r(2, 2, 5, 64)), "k has shape"),
     "prefill: v shorter": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64), r(2, 2, 4, 64)), "v has shape"),

@@ -464,6 +464,13 @@ def test_reset_forgets() -> None:
             assert_same(cache, fresh)
 
 
+def test_a_cpu_reads_the_longest_length() -> None:
+    cache = KVCache(2, 2, 64, 64)
+    assert cache.length_bound == 0
+    cache.append(*tokens(2, 2, 5, 64), counts=torch.tensor([3, 5], dtype=torch.int32))
+    assert cache.length_bound == 5
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_what_the_host_is_sure_of(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upper bound of lengths in a GPU's memory, which a CPU stands in for, as long as nobody else can have written there."""

@@ -135,6 +135,8 @@ class KVCache:
     @property
     def length_bound(self) -> int | None:
         """An upper bound on the longest sequence; None: unknown without reading the device, or the call is being traced."""
+        if not torch.compiler.is_compiling() and self.lengths.device.type == "cpu" and not self.lengths.is_cuda:
+            return int(self.lengths.max()) if self.batch else 0
         return self._bound if self._counted() and not self._capturing() else None
 
     def _counted(self) -> bool:

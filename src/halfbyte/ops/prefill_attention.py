@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.arguments import check_tensor
+from halfbyte.errors import check
 from halfbyte.formats import plain_format
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
@@ -59,8 +60,9 @@ def prefill_attention(
 
 def _fresh(cache: Cache, length: int) -> bool:
     """Whether the host knows that the cache holds only the newest `length` tokens."""
-    bound = getattr(cache, "length_bound", None)
-    return bound is not None and bound <= length
+    bound = getattr(cache, "length_bound", None) if cache.lengths.shape[0] else None
+    check(bound is None or bound >= length, f"k holds {length} tokens and the longest sequence {bound}: append the chunk first")
+    return bound == length
 
 
 def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions, impl: str, chosen: str) -> _fused.Part:
