@@ -131,9 +131,9 @@ def estimate(
         quantized_parameters=quantized,
         weight_bytes=plain_weights - saving,
         plain_weight_bytes=plain_weights,
-        kv_layers=len(cache.formats),
-        kv_heads=cache.heads[0],
-        head_dim=cache.key_dim,
+        kv_layers=len(cache.layers),
+        kv_heads=cache.layers[0].kv_heads,
+        head_dim=cache.layers[0].key_dim,
         kv_bytes_per_token=kv / (batch * context),
         kv_bytes=kv,
         plain_kv_bytes=plain_kv,
@@ -211,43 +211,59 @@ def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence
     text, kinds = text_config(config), layer_types(text_config(config))
     every = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
     holding = [layer for layer, kind in enumerate(kinds) if kind in ATTENTION]
-    formats, heads = [every[layer] for layer in holding], tuple(kv_heads(text, layer) for layer in holding)
+    layers = tuple(LayerSizes(*every[layer], kv_heads(text, layer), *head_dims(text, layer)) for layer in holding)
     sliding = sum("sliding" in kind for kind in kinds)
     if not sliding and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
-        sliding = len(formats)
+        sliding = len(layers)
     states = sum(kind in STATES for kind in kinds)
-    return CacheSizes(tuple(formats), heads, *head_dims(text), sliding, states)
+    return CacheSizes(layers, sliding, states)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Formats and sizes of a layer that has keys and values of its own."""
+
+    keys: Format
+    values: Format
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def nbytes(self, batch: int, tokens: int, exact: int = 0) -> int:
+        """Bytes, with `exact` tokens of a sequence in 16 bits as well. Per-channel keys: room for whole blocks on both sides."""
+        block = self.keys.token_block or 1
+        rows = (batch, self.kv_heads, math.ceil(tokens / block) * block)
+        tail = block * self.key_dim if self.keys.token_block else 0
+        if self.keys.is_quantized:
+            tail += exact * (self.key_dim + self.value_dim)
+        codes = self.keys.nbytes((*rows, self.key_dim)) + self.values.nbytes((*rows, self.value_dim))
+        return codes + 2 * batch * self.kv_heads * tail
+
+    def plain_nbytes(self, batch: int, tokens: int) -> int:
+        """Bytes in 16 bits."""
+        return 2 * batch * self.kv_heads * tokens * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Formats of keys and values of each layer that has them, its KV heads, head sizes of keys and values.
+    """Every layer that has keys and values of its own.
 
     sliding  layers with a sliding window; states: those with a recurrent or convolutional state
     window   tokens of a sequence that layers with codes also hold in 16 bits
     """
 
-    formats: tuple[tuple[Format, Format], ...]
-    heads: tuple[int, ...]
-    key_dim: int
-    value_dim: int
+    layers: tuple[LayerSizes, ...]
     sliding: int
     states: int = 0
     window: int = 0
 
     def nbytes(self, batch: int, tokens: int) -> int:
-        """Bytes of all layers. Where keys are per channel, both sides have room for whole blocks of tokens."""
-        window, total = 2 * self.window * (self.key_dim + self.value_dim), 0
-        for (k, v), heads in zip(self.formats, self.heads, strict=True):
-            block = k.token_block or 1
-            room = (batch, heads, math.ceil(tokens / block) * block)
-            exact = (2 * block * self.key_dim if k.token_block else 0) + window * k.is_quantized  # of a head, in 16 bits
-            total += k.nbytes((*room, self.key_dim)) + v.nbytes((*room, self.value_dim)) + batch * heads * exact
-        return total
+        """Bytes of all layers."""
+        return sum(layer.nbytes(batch, tokens, self.window) for layer in self.layers)
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers in 16 bits."""
-        return 2 * sum(self.heads) * batch * tokens * (self.key_dim + self.value_dim)
+        return sum(layer.plain_nbytes(batch, tokens) for layer in self.layers)
 
 
 def plain_bytes(model: torch.nn.Module) -> int:

@@ -89,6 +89,9 @@ _PICTURES: dict[str, Any] = {
 }
 _COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
 _THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 5, 6]}
+_LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
+_SHARES = {"num_hidden_layers": 4, "layer_types": _LOCAL_GLOBAL, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+_GEMMA4 = {**_SHARES, "global_head_dim": 64}
 _STAGES = {
     "num_heads": [2, 2],
     "num_groups": [2, 2],
@@ -114,7 +117,10 @@ OWN: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [64, 64], "rope_parameters": _THREE_AXES}},
     "florence2": {"vision_config": _STAGES},
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16}},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 8},
+    "gemma3n_text": {**_SHARES, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4": {"text_config": _GEMMA4},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 64}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": {"layer_types": _LINEAR},

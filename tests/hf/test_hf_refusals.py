@@ -14,7 +14,8 @@ import halfbyte.hf as hf
 from halfbyte import errors
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf import attention
-from halfbyte.hf.attention import Handle, mask
+from halfbyte.hf.attention import Handle
+from halfbyte.hf.masks import mask
 from halfbyte.nn import QuantLinear
 
 
@@ -27,7 +28,9 @@ from halfbyte.nn import QuantLinear
         (lambda: tf.GPTJConfig(), "does not call the attention functions"),
         (lambda: tf.DeepseekV3Config(), "MLA"),
         (lambda: tf.DeepseekV2Config(), "MLA"),
-        (lambda: tf.Gemma3nTextConfig(), "share keys and values"),
+        (lambda: tf.DeepseekV32Config(), "an indexer with keys of its own"),
+        (lambda: tf.MiniMaxM3VLTextConfig(), "an indexer .* picks the cached tokens"),
+        (lambda: tf.Qwen4ExpTextConfig(), "an indexer .* picks the cached tokens"),
         (lambda: tf.DiffLlamaConfig(), "between the cache update and attention"),
         (lambda: tf.MambaConfig(), "recurrent"),
         (lambda: tf.RecurrentGemmaConfig(), "are in the model"),

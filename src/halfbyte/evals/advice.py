@@ -233,8 +233,8 @@ class _Sizes:
         holding = [i for i, kind in enumerate(layer_types(self.text)) if kind in ATTENTION]
         windows = (layer_window(self.text, i) or self.context for i in holding)
         return sum(
-            replace(cache, formats=(formats,), heads=(heads,)).nbytes(self.batch, min(window, self.context))
-            for formats, heads, window in zip(cache.formats, cache.heads, windows, strict=True)
+            layer.nbytes(self.batch, min(window, self.context), cache.window)
+            for layer, window in zip(cache.layers, windows, strict=True)
         )
 
     def _unread(self, weights: str) -> int:

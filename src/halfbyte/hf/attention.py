@@ -1,4 +1,4 @@
-"""The attention and mask functions that transformers calls under the name "halfbyte".
+"""The attention function that transformers calls under the name "halfbyte"; `masks.py` has the mask function.
 
 With a `PackedCache`, `key` and `value` are handles: they carry the packed cache of the layer and the chunk's own keys and values.
 Up to 16 queries read everything from the packed cache; longer chunks (a prefill) attend to themselves exactly and read only the
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.generation import configuration_utils
-from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
-from halfbyte.errors import InvalidArgument, Unsupported, warn_once
+from halfbyte.errors import Unsupported, warn_once
+from halfbyte.hf.masks import mask
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
@@ -33,13 +33,15 @@ NAME = "halfbyte"
 #: Queries that are answered in one pass over the packed cache.
 DECODE_QUERIES = 16
 
-#: The key offset that a packed cache reports to mask functions. Real offsets are never negative.
-PACKED = -1
-
 #: What models and `generate()` call a cache: from transformers 5.24 on by another name, which warns of the old one.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 
 NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
+
+NO_DRAFTS = (
+    "drafts of assisted decoding over images, or over layers that share keys and values, are not implemented; leave "
+    "assistant_model out, or pass prompt_lookup_num_tokens to recorded steps"
+)
 
 _NO_CACHE = (
     "this forward has no packed KV cache, so attention runs in 16 or 32 bits (torch's scaled_dot_product_attention); "
@@ -129,15 +131,23 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """query [B, Hq, L, D], key and value handles (or plain [B, Hkv, T, D]) -> (out [B, L, Hq, Dv] contiguous, None)."""
     if not isinstance(key, Handle):
-        return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
+        if getattr(module, "is_causal", True):  # an encoder of images has no cache
+            warn_once(_NO_CACHE)
+        return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs), None
     _check_supported(module, kwargs)
     if dropout > 0 and module.training:
         raise Unsupported(
             f"dropout={dropout} while training: a packed cache serves inference; call model.eval(), or pass use_cache=False"
         )
+    seen, window = _seen(key, query.shape[2], attention_mask, sliding_window), _window(module, sliding_window)
+    if seen is not None:
+        if key.layer.drafts is not None:
+            raise Unsupported(NO_DRAFTS)
+        out = _plain(module, query, *_in_full(key, value), seen, scaling, dropout, softcap, s_aux, {})
+        return _by_token(out.transpose(1, 2), key.layer), None
     options: dict[str, Any] = {
         "sm_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "window": _window(module, sliding_window),
+        "window": window,
         "softcap": softcap,
         "sinks": None if s_aux is None else s_aux.float(),
         "starts": _starts(attention_mask, query.shape[0]),
@@ -147,8 +157,8 @@ def attention(
         if layer.checks_positions and query.shape[2] > 1 and layer.chunk is None:
             _check_one_text(kwargs.get("position_ids"), options["starts"], cast(KVCache, layer.kv).lengths)
         if layer.calls is not None:
-            own = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-            layer.calls.append(Attended(module, query, key.new, value.new, own))
+            call = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+            layer.calls.append(Attended(module, query, key.new, value.new, call))
     if torch.compiler.is_compiling() and query.shape[2] <= DECODE_QUERIES:
         return _by_token(decode_of_parts(query, layer.parts, options), layer), None
     kv = cast(KVCache, layer.kv)
@@ -187,6 +197,33 @@ def _by_token(out: torch.Tensor, layer: PackedLayerLike) -> torch.Tensor:
     """[B, H, L, D] -> [B, L, H, D] contiguous, rotated back where the layer rotates values."""
     out = rotate_heads(out) if layer.rotate_values else out
     return out.transpose(1, 2).contiguous()
+
+
+def _seen(key: Handle, queries: int, mask: torch.Tensor | None, window: int | None) -> torch.Tensor | None:
+    """Which of all T tokens the queries see, bool [B or 1, 1, L, T], where that is more than causal attention with a window.
+
+    That are tokens of an image, which see each other; and the last queries of a prompt in layers that read the keys and values of
+    another, where transformers leaves the rest out.
+    """
+    if mask is not None and mask.dtype is torch.bool:
+        return mask
+    count = key.new.shape[2]
+    if torch.compiler.is_compiling() or queries == count or count <= DECODE_QUERIES:
+        return None
+    held = cast(KVCache, key.layer.kv).lengths[:1, None, None, None]
+    token = torch.arange(int(held), device=held.device)
+    query = token[-queries:, None]
+    seen = (token <= query) & (token > query - (window or len(token)))
+    return seen if mask is None else seen & (token >= mask)
+
+
+def _in_full(key: Handle, value: Handle) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values of a layer [B, H, T, D]: the past dequantized, the newest as they came."""
+    kv = cast(KVCache, key.layer.kv)
+    past = int(kv.lengths[0]) - key.new.shape[2]
+    sides = zip(kv.dequantized() if past else (key.new, value.new), (key.new, value.new), strict=True)
+    keys, values = (torch.cat([old[:, :, :past].to(new.dtype), new], 2) for old, new in sides)
+    return keys, values
 
 
 def _window(module: nn.Module, given: int | None) -> int | None:
@@ -249,16 +286,14 @@ def _plain(
     softcap: float | None,
     s_aux: torch.Tensor | None,
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """No packed cache: transformers' scaled_dot_product_attention, or the written-out form for softcap and sinks."""
-    if getattr(module, "is_causal", True):  # an encoder of images has no cache
-        warn_once(_NO_CACHE)
+) -> torch.Tensor:
+    """[B, L, Hq, Dv] by transformers' scaled_dot_product_attention, or by the written-out form for softcap and sinks."""
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         kwargs.pop("output_attentions", None)
         out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-        return out, None
+        return cast(torch.Tensor, out)
     if kwargs.get("position_bias") is not None:
         raise Unsupported("position_bias together with softcap or sinks is not implemented")
     groups, (batch, heads, queries, dim), tokens = query.shape[1] // key.shape[1], query.shape, key.shape[2]
@@ -275,62 +310,7 @@ def _plain(
         scores = torch.cat([scores, s_aux.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)], -1)
     weights = scores.softmax(-1)[..., :tokens].to(value.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), None
-
-
-# -------------------------------------------------------------------------------------------------------------------- masks
-
-
-def mask(
-    batch_size: int,
-    q_length: int = 1,
-    kv_length: int = 0,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The mask of a forward. For a packed cache: int32 [B, 1, 1, 1], the first real token of each sequence; None without padding.
-
-    Causality and windows are left to the attention function. A 4-D tensor passes the later stages of transformers untouched, and
-    its shape never changes, so a compiled decode step stays one graph. Any other cache gets transformers' own mask for sdpa.
-    """
-    if kv_offset != PACKED:
-        arguments = {**kwargs, "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
-        plain: torch.Tensor | None = sdpa_mask(**arguments, kv_offset=kv_offset, attention_mask=attention_mask, use_vmap=use_vmap)
-        return plain
-    if use_vmap:
-        raise Unsupported(
-            "this model adds its own pattern to the causal mask (or_mask_function, and_mask_function), which is not implemented "
-            "over a packed cache; use transformers' own cache (keys=None, values=None)"
-        )
-    if attention_mask is None:
-        return None
-    return starts_of(attention_mask, q_length, q_offset)
-
-
-def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch.Tensor) -> torch.Tensor | None:
-    """Left padding as int32 [B, 1, 1, 1]: how many tokens at the front of each sequence are padding; None when there are none.
-
-    The pattern is always checked on a CPU, on a GPU only for chunks: the check synchronizes, and a decode step follows a prefill
-    that was checked.
-    """
-    padding = ~attention_mask.bool()
-    starts = padding.sum(-1, dtype=torch.int32).view(-1, 1, 1, 1)
-    if torch.compiler.is_compiling() or (attention_mask.device.type != "cpu" and q_length == 1):
-        return starts
-    if attention_mask.shape[-1] != int(q_offset) + q_length:
-        raise InvalidArgument(
-            f"attention_mask has {attention_mask.shape[-1]} columns; the cache holds {int(q_offset)} tokens and {q_length} are "
-            f"new: pass one column for each of the {int(q_offset) + q_length}"
-        )
-    if bool((padding[:, 1:] & ~padding[:, :-1]).any()):
-        raise Unsupported(
-            "attention_mask has padding after a token (right padding, or a hole); a packed cache serves left padding only: "
-            'tokenise with padding_side="left", or run these sequences one by one'
-        )
-    return starts if bool(padding.any()) else None
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def register() -> None:

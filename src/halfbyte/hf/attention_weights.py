@@ -63,7 +63,7 @@ def key_biases(model: nn.Module, rotate_keys: bool | Sequence[bool] = False) -> 
 def _biases(decoder: Decoder, rotations: Sequence[bool]) -> Iterator[KeyBias]:
     """`key_biases` for a rotation in each layer."""
     for layer, (block, heads) in enumerate(zip(decoder.blocks, decoder.kv_heads, strict=True)):
-        for projection, rows in _key_projections(block, decoder.config, heads):
+        for projection, rows in _key_projections(block, decoder.dims[layer][0], heads):
             bias, weight = _rows(projection, rows)
             if bias is not None and weight is not None:
                 yield _measure(layer, bias, weight, _gain(block), heads, rotations[layer])
@@ -98,9 +98,8 @@ def _is_ruined(fmt: Format) -> bool:
     return fmt.code.bits <= 4 and not fmt.token_block
 
 
-def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:
-    """(module, the numbers of its rows that make keys, head by head)."""
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _key_projections(block: nn.Module, dim: int, heads: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """(module, the numbers of its rows that make keys, head by head), of heads of `dim`."""
     for name, module in block.named_modules():
         rows = int(getattr(module, "nf", 0) or getattr(module, "out_features", 0))  # Conv1D calls it nf
         match name.rpartition(".")[2]:
@@ -165,8 +164,9 @@ def layers_to_rotate(decoder: Decoder) -> list[tuple[nn.Linear, nn.Linear]]:
     if getattr(decoder.model.config, SAVED, False):
         return []
     try:
-        (key_dim, dim), heads = decoder.dims, int(config.num_attention_heads)
-    except (AttributeError, RuntimeError) as error:  # none (Mamba), or others in each layer (Gemma 4)
+        dims, heads = decoder.dims, int(config.num_attention_heads)
+        ((key_dim, dim),) = set(dims)
+    except (AttributeError, ValueError) as error:  # none (Mamba), or others in some layers (Gemma 4)
         raise Unsupported(
             f"rotate_values=True: the configuration of {config.model_type} has no heads of one size; leave rotate_values out"
         ) from error
@@ -186,10 +186,16 @@ def layers_to_rotate(decoder: Decoder) -> list[tuple[nn.Linear, nn.Linear]]:
     return pairs
 
 
+def check_value_rotation(decoder: Decoder) -> None:
+    """Raise unless the values of every layer can be rotated."""
+    for _, dim in decoder.dims:
+        check_rotation(True, dim, "rotate_values")
+
+
 def unfolded(model: Any) -> str:
     """Why the weights of a model cannot take the rotation; "" where they can, or have it."""
     decoder = Decoder(model)
-    check_rotation(True, decoder.dims[1], "rotate_values")
+    check_value_rotation(decoder)
     try:
         layers_to_rotate(decoder)
     except (InvalidArgument, Unsupported) as error:
@@ -200,7 +206,7 @@ def unfolded(model: Any) -> str:
 @torch.no_grad()
 def rotate_values_of(decoder: Decoder, layers: list[tuple[nn.Linear, nn.Linear]]) -> None:
     """Rotate the values of these layers, as `layers_to_rotate` gives them, in place. Computed in float64, rounded once."""
-    dim = decoder.dims[1]
+    dim = decoder.dims[0][1]
     for v_proj, o_proj in layers:
         for t, axis in ((v_proj.weight, 0), (v_proj.bias, 0), (o_proj.weight, 1)):
             if t is not None:

@@ -82,7 +82,8 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
         layers = zip(layer_types(config), formats, rotations, windows, strict=True)
-        check_rotation(rotate_values, head_dims(config)[1], "rotate_values")
+        for layer in range(len(formats)):
+            check_rotation(rotate_values, head_dims(config, layer)[1], "rotate_values")
         states = int(getattr(config, "number_of_conv_states", 1))
         cache_layers = [
             cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values)
@@ -246,4 +247,4 @@ def check_attention(model_or_config: Any) -> None:
 def _token_bytes(config: Any, number: int, layer: PackedLayer) -> float:
     """Bytes one token of one sequence takes in a layer, by the configuration."""
     heads, formats = kv_heads(config, number), (layer.key_format, layer.value_format)
-    return sum(token_bytes(fmt, heads, dim) for fmt, dim in zip(formats, head_dims(config), strict=True))
+    return sum(token_bytes(fmt, heads, dim) for fmt, dim in zip(formats, head_dims(config, number), strict=True))

@@ -21,7 +21,8 @@ from transformers.cache_utils import CacheLayerMixin
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import Format
-from halfbyte.hf.attention import PACKED, Handle
+from halfbyte.hf.attention import NO_DRAFTS, Handle
+from halfbyte.hf.masks import PACKED
 from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import APPEND, append_of_parts
 from halfbyte.ops.rotate_heads import rotate_heads
@@ -273,10 +274,13 @@ class Drafts:
         """`prompt`: tokens that come before the first draft. `at_once`: drafts that one launch may read."""
         self.prompt, self.at_once = prompt, at_once
         self.before: _Before | None = None
+        self.newest: torch.Tensor | None = None
 
     def attend(self, kv: KVCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, read: Read) -> torch.Tensor:
         """Append k, v [B, H, L, D] and answer q [B, Hq, L, D]: the rest of the prompt as one chunk, then the drafts."""
-        count = q.shape[2]
+        if k is self.newest:
+            raise Unsupported(NO_DRAFTS)
+        self.newest, count = k, q.shape[2]
         first = min(self.prompt, count)
         self.prompt -= first
         starts = [*([0] if first else []), *self._starts(kv, first, count)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,24 @@ from halfbyte.formats import Format, check_window, key_format, value_format
 from halfbyte.reference.hadamard import rotated
 
 _MLA = "its cache holds a latent (MLA) that is expanded into keys and values after the cache was updated"
+_SPARSE_MLA = f"{_MLA}, and an indexer with keys of its own picks the tokens that a query reads"
+_PICKED = "an indexer with keys of its own picks the cached tokens that a query reads, and attention over packed data reads all"
 _TOUCHED = "it changes or selects cached keys or values between the cache update and attention"
-_SHARED = "its layers share keys and values outside the cache"
 _NO_SEAM = "it computes attention itself and does not call the attention functions that can be registered in transformers"
 _RECURRENT = "it is recurrent throughout, and has no keys and values"
+_SHARED = "its layers share keys and values, and its configuration does not say which (kv_sharing_modes)"
 _OWN_STATES = "the states of its recurrent layers are in the model, or in a cache of its own class"
 _OVERLAY = "its masks are not causal everywhere (tokens of one block, such as an image, see each other)"
 _WINDOW = "it does not pass its sliding window to attention"
 _BIAS = "it adds a learned position bias to the scores"
 
 _BY_REASON: dict[str, str] = {
-    _MLA: "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note glm4_moe_lite glm5_next "
-    "glm_moe_dsa hy_v4 hy_v4_vl kimi_linear longcat_flash minicpm3 mistral4 mistral_large4 sarvam_mla youtu",
-    _TOUCHED: "decision_transformer diffllama doge idefics jetmoe minimax_m3 minimax_m3_vl mllama moonshine moonshine_streaming",
-    _SHARED: "dory gemma3n gemma4 gemma4_unified",
+    _MLA: "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear longcat_flash minicpm3 mistral4 sarvam_mla "
+    "youtu",
+    _SPARSE_MLA: "deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 hy_v4_vl mistral_large4",
+    _PICKED: "minimax_m3 minimax_m3_vl qwen4_exp",
+    _TOUCHED: "decision_transformer diffllama doge idefics jetmoe mllama moonshine moonshine_streaming",
+    _SHARED: "dory",
     _NO_SEAM: "bark big_bird blip bloom clvp codegen cpmant ctrl falcon flaubert git gpt_neo gpt_neox_japanese gptj imagegpt "
     "megatron-bert mpt openai-gpt prophetnet reformer rembert roformer tapas trocr xglm xlm xlnet",
     _RECURRENT: "falcon_mamba mamba mamba2 rwkv xlstm",
@@ -69,7 +74,9 @@ _CROSS = re.compile("cross|encoder_attn")
 #: Types of layers, in transformers' words, that have keys and values; a state of fixed size; neither.
 ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-_NEITHER = ("moe", "mlp")
+#: A layer that reads the keys and values of an earlier one.
+SHARED = "dummy"
+_NEITHER = ("moe", "mlp", SHARED)
 
 
 def inner_model(model: Any) -> Any:
@@ -98,9 +105,9 @@ class Decoder:
         return blocks(self.model)
 
     @cached_property
-    def dims(self) -> tuple[int, int]:
-        """Sizes of a head of keys, and of values."""
-        return head_dims(self.config)
+    def dims(self) -> list[tuple[int, int]]:
+        """Sizes of a head of keys, and of values, of each block."""
+        return [head_dims(self.config, layer) for layer in range(len(self.blocks))]
 
     @cached_property
     def kv_heads(self) -> list[int]:
@@ -153,7 +160,7 @@ def check_model_support(model_or_config: Any) -> None:
     name = str(getattr(inner, "model_type", "") or type(inner).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(name, "it is an encoder-decoder model, with a second cache for cross-attention")
-    if not getattr(inner, "is_causal", True) or getattr(inner, "use_bidirectional_attention", None):
+    if not getattr(inner, "is_causal", True) or getattr(inner, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise _refusal(name, "its attention is not causal")
     if isinstance(model_or_config, nn.Module) and _sees_both_sides(model_or_config):
         raise _refusal(name, "its attention sees both sides (is_decoder=False); load it with is_decoder=True")
@@ -164,7 +171,7 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, f"it has layers of type {', '.join(others)}; packed caches serve full_attention and sliding_attention")
     if not kinds & {*ATTENTION}:
         raise _refusal(name, "none of its layers has keys and values")
-    if getattr(inner, "kv_sharing_modes", None) or getattr(inner, "num_kv_shared_layers", 0):
+    if getattr(inner, "num_kv_shared_layers", 0) and not getattr(inner, "kv_sharing_modes", None):
         raise _refusal(name, _SHARED)
     if getattr(inner, "attention_chunk_size", None):
         raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
@@ -241,7 +248,15 @@ def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
 
 def layer_types(config: Any) -> list[str]:
     """The type of every layer, in transformers' words."""
-    return list(getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers))
+    count = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * count
+    return [SHARED if mode == "reuse" else kind for kind, mode in zip(kinds, modes, strict=True)]
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """The configuration of a layer: in some families (Gemma 4) layers have sizes of their own."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def layer_window(config: Any, layer: int | None) -> int | None:
@@ -266,7 +281,12 @@ def half_type(model_or_config: Any) -> torch.dtype:
 def model_sizes(config: Any) -> ModelSizes:
     """What a cache plan must have in common with the model of this configuration; raises where some layers have no cache."""
     if set(layer_types(config)) - {*ATTENTION}:
-        raise Unsupported(f"a cache plan has formats for every layer, and some of {config.model_type} have no keys and values")
+        raise Unsupported(
+            f"a cache plan has formats for every layer, and some of {config.model_type} have no keys and values of their own"
+        )
+    sizes = {(kv_heads(config, layer), *head_dims(config, layer)) for layer in range(int(config.num_hidden_layers))}
+    if len(sizes) > 1 and config.model_type not in TWICE_IN_WINDOWS:
+        raise Unsupported(f"a cache plan is for layers of one size, and those of {config.model_type} have heads of several")
     return card_sizes(config)
 
 
@@ -279,15 +299,17 @@ def card_sizes(config: Any) -> ModelSizes:
 
 def kv_heads(config: Any, layer: int | None = None) -> int:
     """KV heads of a layer; None: those that the configuration names."""
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    own = layer_config(config, layer or 0)
+    heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
     twice = layer is not None and config.model_type in TWICE_IN_WINDOWS and "sliding" in layer_types(config)[layer]
     return 2 * heads if twice else heads
 
 
-def head_dims(config: Any) -> tuple[int, int]:
-    """(head_dim of keys, head_dim of values) from a configuration."""
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(dim), int(getattr(config, "v_head_dim", None) or dim)
+def head_dims(config: Any, layer: int = 0) -> tuple[int, int]:
+    """(head_dim of keys, head_dim of values) of a layer from a configuration."""
+    own = layer_config(config, layer)
+    dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return int(dim), int(getattr(own, "v_head_dim", None) or dim)
 
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
@@ -300,11 +322,11 @@ def layer_formats(
     """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
     check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
     count = int(config.num_hidden_layers)
-    key_dim, value_dim = head_dims(config)
+    dims = {head_dims(config, layer) for layer in range(count)}
     k_formats = [key_format(name) for name in one_each("keys", keys, count)]
     v_formats = [value_format(name) for name in one_each("values", values, count)]
-    for side, formats, dim in (("keys", k_formats, key_dim), ("values", v_formats, value_dim)):
-        for fmt in dict.fromkeys(formats):
+    for side, formats, sizes in zip(("keys", "values"), (k_formats, v_formats), zip(*sorted(dims), strict=True), strict=True):
+        for fmt, dim in product(dict.fromkeys(formats), dict.fromkeys(sizes)):
             fmt.check_shape((1, 1, BUCKET, dim), f"{side}={fmt.name!r}: a head of this model")
     plain = key_format("fp16" if dtype is torch.float16 else "bf16")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
@@ -331,8 +353,9 @@ def layer_windows(
 
 def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool] | None, keys: Sequence[Format]) -> tuple[bool, ...]:
     """Whether keys in these formats, by layer, are rotated; raises when a head cannot be."""
-    rotations, dim = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers)), head_dims(config)[0]
-    return tuple(rotated(rotate, fmt, dim) for rotate, fmt in zip(rotations, keys, strict=True))
+    rotations = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))
+    pairs = enumerate(zip(rotations, keys, strict=True))
+    return tuple(rotated(rotate, fmt, head_dims(config, layer)[0]) for layer, (rotate, fmt) in pairs)
 
 
 def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import weight_format
-from halfbyte.hf.attention_weights import check_key_bias, layers_to_rotate, rotate_values_of
+from halfbyte.hf.attention_weights import check_key_bias, check_value_rotation, layers_to_rotate, rotate_values_of
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.model_support import (
     Decoder,
@@ -35,7 +35,6 @@ from halfbyte.hf.weights import check_fits, check_loaded, find_lm_head, packed_s
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
-from halfbyte.reference.hadamard import check_rotation
 from halfbyte.reference.quantize import check_clip
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 
@@ -249,7 +248,7 @@ class Quantization:
         except (InvalidArgument, Unsupported):
             if self.cache is None:
                 raise
-            check_rotation(True, self.decoder.dims[1], "rotate_values")
+            check_value_rotation(self.decoder)
             self.cache = replace(self.cache, rotate_values=True)
 
     def _cache_settings(self) -> CacheSettings | None:
