@@ -426,3 +426,25 @@ def test_there_is_no_table_of_a_sixteen_bit_code() -> None:
     with pytest.raises(InvalidArgument, match="fp16"):
         FP16.codebook()
     assert all(math.isfinite(v) for v in NF4.values or ())
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "nearest"),
+    [
+        ("int4_g128", 4096, "int4_g128"),
+        ("int4_g128", 576, "int4_g64"),
+        ("int4_sym_g128", 2880, "int4_sym_g64"),
+        ("int4_g128", 1856, "int4_g64"),
+        ("int4_g64", 96, "int4_g32"),
+        ("int4_g32", 48, "int8_col"),
+        ("nvfp4", 2880, "nvfp4"),
+        ("nvfp4", 24, "int8_col"),
+        ("nf4", 96, "int8_col"),
+        ("int4_col", 33, "int8_col"),
+        ("int8_col", 33, "int8_col"),
+    ],
+)
+def test_the_nearest_format_that_divides_an_axis(name: str, last: int, nearest: str) -> None:
+    fmt = weight_format(name).nearest(last)
+    assert fmt.name == nearest
+    fmt.check_shape((8, last))

@@ -200,6 +200,15 @@ class Format:
                 f"{', '.join(fits)} would fit"
             )
 
+    def nearest(self, last: int) -> Format:
+        """This weight format or, where its groups do not divide a last axis of `last`, the widest groups of the same codes and
+        scales that do; else int8_col, which has no groups."""
+        if last % self.group_size(last) == 0 and last % self.code.per_byte == 0:
+            return self
+        alike = [f for f in map(WEIGHT_FORMATS.__getitem__, self._others_for(last)) if f.scale and f.scale.group]
+        narrower = [f for f in alike if f.scale and self.scale and f.scale.dtype == self.scale.dtype]
+        return max(narrower, key=lambda f: f.group_size(last), default=WEIGHT_FORMATS["int8_col"])
+
     def _others_for(self, last: int) -> list[str]:
         """Formats with the same codes that fit a last axis of `last` and any number of tokens."""
         registry = KV_FORMATS if KV_FORMATS.get(self.name) == self else WEIGHT_FORMATS

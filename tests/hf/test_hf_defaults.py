@@ -12,6 +12,8 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.evals.model import load
 from halfbyte.evals.quality import Setting, evaluate
 from halfbyte.evals.text import heldout_text, windows
+from halfbyte.formats import weight_format
+from halfbyte.hf import quantize_model
 from halfbyte.hf.default_cache import cache_settings
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
@@ -64,6 +66,19 @@ def test_weights_that_are_quantized_stay(build, tmp_path):
     other = build("llama")
     other.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(dequantize=False))
     assert (weights(hf.quantize(other)), cache(other)) == (set(), (KEYS, VALUES))
+
+
+def test_default_weights_that_do_not_divide_a_layer_fall_to_the_nearest(build, monkeypatch, prompt, greedy, tmp_path):
+    monkeypatch.setattr(quantize_model, "WEIGHTS", "int4_g128")  # hidden_size is 64
+    with pytest.warns(UserWarning, match=r"int4_g128 does not divide \d+ of \d+ weights, which are quantized \d+ to int4_g\d+"):
+        model = hf.quantize(build("llama"))
+    widths = {m.weight.shape[-1]: m.weight.format.name for m in model.modules() if isinstance(m, QuantLinear)}
+    assert widths == {last: weight_format("int4_g128").nearest(last).name for last in widths}
+    assert set(widths.values()) == {"int4_g64", "int4_g128"}
+    loaded = hf.load(hf.save(model, tmp_path / "saved"))
+    assert torch.equal(greedy(loaded, prompt())[1], greedy(model, prompt())[1])
+    with pytest.raises(InvalidArgument, match=r"groups of 128 \(int4_g128\) do not divide"):
+        hf.quantize(build("llama"), weights="int4_g128")
 
 
 def test_a_model_alone_can_be_fused(build):

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import weight_format
+from halfbyte.formats import Format, weight_format
 from halfbyte.hf.attention_weights import check_key_bias, check_value_rotation, layers_to_rotate, rotate_values_of
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.model_support import (
@@ -31,7 +31,7 @@ from halfbyte.hf.model_support import (
     model_sizes,
 )
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
-from halfbyte.hf.weights import check_fits, check_loaded, find_lm_head, packed_share, quantize_modules, select
+from halfbyte.hf.weights import check_fits, check_loaded, find_lm_head, nearest_formats, packed_share, quantize_modules, select
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
@@ -156,7 +156,7 @@ class Quantization:
     """A call of `quantize` with its defaults, checked against the model. Making one changes nothing.
 
     options   those of `quantize`, all of them
-    blocks    name -> weight, of those in the blocks that are to be quantized
+    blocks    name -> weight, of those in the blocks that are to be quantized; formats: name -> format, of the same
     head      the same of the output layer
     cache     None where the cache stays transformers' own
     rotated   (v_proj, o_proj) of layers that a rotation of values is folded into
@@ -184,8 +184,7 @@ class Quantization:
         if (fmt or head) and _held_quantizer(self.model):
             _check_weights_are_plain(self.model, self.options)
         self.blocks = {} if fmt is None else select(self.model, skips)
-        if fmt is not None:
-            check_fits(self.blocks, fmt)
+        self.formats = self._formats(fmt)
         if not loading:
             check_loaded({**self.blocks, **self.head})
         self.rotated: list[tuple[nn.Linear, nn.Linear]] = []
@@ -198,11 +197,20 @@ class Quantization:
         """Fold the rotation, then quantize the weights: all, or, on any error, none."""
         if self.rotated:
             rotate_values_of(self.decoder, self.rotated)
-        pairs = ((self.blocks, self.options["weights"]), (self.head, self.options["lm_head"]))
-        selection = {name: (target, weight_format(fmt)) for targets, fmt in pairs for name, target in targets.items()}
+        selection = {name: (target, self.formats[name]) for name, target in self.blocks.items()}
+        selection |= {name: (target, weight_format(self.options["lm_head"])) for name, target in self.head.items()}
         if self.options["weights"] is not None or selection:
             quantize_modules(self.model, selection, self.options["clip"])
             self.mark({name: fmt.name for name, (_, fmt) in selection.items()})
+
+    def _formats(self, fmt: Format | None) -> dict[str, Format]:
+        """The format of each weight: the one that was named, or the nearest to the default that fits."""
+        if fmt is None:
+            return {}
+        if self.names_weights:
+            check_fits(self.blocks, fmt)
+            return dict.fromkeys(self.blocks, fmt)
+        return nearest_formats(self.blocks, fmt)
 
     def mark(self, modules: dict[str, str]) -> None:
         """Say of the model which weights are quantized: name -> format, and those that were before."""
@@ -223,6 +231,7 @@ class Quantization:
     def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """All options, checked by themselves; formats where none is named."""
         every = {**{p.name: p.default for p in [*inspect.signature(quantize).parameters.values()][1:]}, **options}
+        self.names_weights = every["weights"] is not None
         packed = any(isinstance(m, QuantLinear) for m in self.model.modules())
         fuses = packed and (every["fuse_qkv"] or every["fuse_gate_up"])
         has_formats = any(every[name] is not None for name in ("weights", "keys", "values", "plan", "lm_head"))

@@ -51,13 +51,12 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         self.job = Quantization(model, options, loading=True)
-        self.targets, weights = self.job.blocks, self.job.options["weights"]
+        self.targets = self.job.blocks
         if (self.targets or self.job.head) and ranks_of(model) > 1:
             raise Unsupported(
                 "weights are not quantized while tensor parallelism shares them out; quantize on one process, save, and load that "
                 "folder with tp_plan"
             )
-        self.format = None if weights is None else weight_format(weights)
         #: Name of a parameter -> that of its target.
         self.awaited = {
             f"{name if not target.projection else name.rpartition('.')[0]}.{parameter}": name
@@ -91,8 +90,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
 
     def _quantize(self, model: nn.Module, name: str, target: Target) -> None:
         """Put the quantized layer where the weight is, under all of its names."""
-        assert self.format is not None
-        layer = quantized(name, target, self.format, self.job.options["clip"])
+        layer = quantized(name, target, self.job.formats[name], self.job.options["clip"])
         for other, same in self.targets.items():
             if same == target:
                 replace(model, other, layer)
@@ -105,10 +103,10 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         for name, target in self.targets.items():
             if target not in self.done:
                 self._quantize(model, name, target)
-        if self.targets and self.format is not None:
+        if self.targets:
             use_experts(model)
             warn_about_rest(model)
-            self.job.mark(dict.fromkeys(self.targets, self.format.name))
+            self.job.mark({name: fmt.name for name, fmt in self.job.formats.items()})
         clip = self.job.options["clip"] if self.job.head else None
         rest = {**self.job.options, "weights": None, "skip_modules": (), "clip": clip}
         if any(rest.values()):  # a head may have been tied to the embedding

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +158,16 @@ def check_fits(chosen: Mapping[str, Target], fmt: Format) -> None:
             fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
+
+
+def nearest_formats(chosen: Mapping[str, Target], fmt: Format) -> dict[str, Format]:
+    """Name -> `fmt` or, for a weight that its groups do not divide, the nearest format that does; one line tells which."""
+    formats = {name: fmt.nearest(target.shape[-1]) for name, target in chosen.items()}
+    others = Counter(other.name for other in formats.values() if other != fmt)
+    if others:
+        parts = " and ".join(f"{count} to {name}" for name, count in others.items())
+        warn_once(f"{fmt.name} does not divide {others.total()} of {len(formats)} weights, which are quantized {parts}")
+    return formats
 
 
 def check_loaded(chosen: Mapping[str, Target]) -> None:
