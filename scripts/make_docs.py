@@ -33,7 +33,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "results": summary.results,
     },
     "docs/index.md": {"chart": partial(hero.picture_tag, "assets"), "choice": summary.choice},
-    "docs/guides/choosing-formats.md": {"choice": summary.choice, "quality": tables.quality},
+    "docs/guides/choosing-formats.md": {"choice": summary.choice},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
     "docs/concepts/trust.md": {
         "programme": trust.programme_table,

@@ -86,39 +86,6 @@ def checkpoints() -> str:
     )
 
 
-def quality() -> str:
-    """Selected rows of the demo's own record."""
-    shown = (
-        *("bf16", "int8_channel / int8", "int8", "int4_channel / int8", "int8 / int4_g32"),
-        *("int4_g32", "int4_channel / int4", "int4", "fp8"),
-    )
-    records = demo_records()
-    caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
-    weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
-    rows = [
-        (
-            r["kv"],
-            r["weights"] or "bf16",
-            f"{r['change']:+.2f} \u00b1 {r['noise']:.2f} %",
-            f"{r['kl_mean']:.1e} \u00b1 {r['kl_noise']:.0e}",
-            f"{100 * r['top1']:.1f} %",
-            size_ratio(r, records[0]),
-        )
-        for r in [*caches, *weights]
-    ]
-    return markdown(("KV cache (keys / values)", "weights", "perplexity", "mean KL (nats)", "top-1", "smaller"), rows)
-
-
-def demo_records(model: str = "") -> list[dict[str, Any]]:
-    """Quality of the shipped model, or of an outlier variant of it, setting by setting."""
-    return [r for r in json_lines("demo.jsonl") if r.get("model", "") == model]
-
-
-def size_ratio(record: dict[str, Any], base: dict[str, Any]) -> str:
-    key = "weight_bytes" if record["weights"] else "kv_bytes_per_token"
-    return f"{base[key] / record[key]:.2f}x"
-
-
 def speed() -> str:
     """The CPU benchmark's records, each with the fastest 16-bit operator of torch on the same shape in the same run."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}

@@ -20,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent / "hf"))
 import tiny_models
 
 from halfbyte import cli
+from halfbyte.cli.shared import parse_layers
 from halfbyte.device import describe
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.evals import model as models
 from halfbyte.evals.choices import SAFE, caches
+from halfbyte.evals.own_attention import own_attention
 from halfbyte.evals.present import append_records, verdict
 from halfbyte.evals.quality import (
     Quality,
@@ -33,7 +35,6 @@ from halfbyte.evals.quality import (
     evaluate,
     every_kv_setting,
     every_weight_setting,
-    parse_layers,
     steps,
     weight_bytes,
 )
@@ -65,7 +66,7 @@ def test_the_shipped_model_is_what_it_says(shipped: Any) -> None:
     assert (shipped_model() / "model.safetensors").stat().st_size <= 12_000_000
     assert 100_000 <= len(text.encode()) <= 200_000
     ids = cut(shipped, 12, 1024)
-    with torch.no_grad(), models._own_attention(model):
+    with torch.no_grad(), own_attention(model):
         logits = model(input_ids=ids).logits
     nll = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert float(nll) / math.log(2) <= 1.3
@@ -248,7 +249,7 @@ def test_the_demos_table_fits_a_terminal_of_80_columns() -> None:
 
 def test_the_report_begins_with_a_verdict() -> None:
     """Three cards, noise that decides what is said, then every row, those of one result merged; names are explained."""
-    sizes = {"perplexity": 2.0, "weight_bytes": 10, "kl_p99": 0.1, "top1": 0.9, "kl_by_third": [0.0] * 3}
+    sizes = {"perplexity": 2.0, "weight_bytes": 10, "kl_p99": 0.1, "top1": 0.9, "kl_by_quarter": [0.0] * 3}
     made = [Quality(Setting(), kv_bytes_per_token=100.0, kl_mean=0.0, change=0.0, noise=0.0, **sizes)]
     figures = {"int8": (0.01, 0.02, 50.0), "int8_g64": (0.01, 0.02, 50.0), "int4_g32": (1.5, 0.2, 30.0)}
     for i, (name, (change, noise, nbytes)) in enumerate(figures.items()):
@@ -289,17 +290,30 @@ def test_only_the_16_bit_run_has_no_verdict() -> None:
     assert 'class="cards"' not in report.to_html().partition("<body>")[2]
 
 
-def test_divergence_by_third_of_a_window(shipped: Any) -> None:
-    """The thirds' mean is the mean; a window of two tokens has one predicted token, in the first third."""
-    model, ids = shipped[0], cut(shipped, 3, 64)
+def test_divergence_by_quarter_of_a_window(shipped: Any) -> None:
+    """The quarters' mean is the mean; a window of two tokens has one predicted token, in the first quarter."""
+    model, ids = shipped[0], cut(shipped, 3, 65)
     settings = [Setting(), Setting("int4", "int4")]
     _, whole = evaluate(model, settings, ids, batch=2)
-    assert len(whole.kl_by_third) == 3
-    assert sum(whole.kl_by_third) / 3 == pytest.approx(whole.kl_mean)
-    _, first = evaluate(model, settings, ids[:, :22])
-    assert first.kl_mean == pytest.approx(whole.kl_by_third[0], rel=1e-3)
+    assert len(whole.kl_by_quarter) == 4
+    assert sum(whole.kl_by_quarter) / 4 == pytest.approx(whole.kl_mean)
+    assert sum(whole.kl_by_quarter[2:]) / 2 == pytest.approx(whole.late_kl)
+    assert 0 < whole.late_noise < 2 * whole.kl_noise
+    _, first = evaluate(model, settings, ids[:, :17])
+    assert first.kl_mean == pytest.approx(whole.kl_by_quarter[0], rel=1e-3)
     _, short = evaluate(model, settings, ids[:, :2])
-    assert short.kl_by_third == [short.kl_mean, 0.0, 0.0]
+    assert (short.kl_by_quarter, short.late_kl) == ([short.kl_mean, 0.0, 0.0, 0.0], short.kl_mean)
+
+
+def test_transformers_own_attention_can_be_the_base(shipped: Any) -> None:
+    """In fp32 a packed cache of 16 bits costs what rounding keys and values to 16 bits does, far less than 8 bits cost."""
+    base, plain, packed = evaluate(
+        shipped[0], [Setting.of_transformers("bf16"), Setting(), Setting("int8", "int8")], cut(shipped, 2, 65)
+    )
+    assert base.kl_mean == 0.0
+    assert base.setting.name == "transformers"
+    assert 0 < 5 * plain.kl_mean < packed.kl_mean < 1e-3
+    assert shipped[0].config._attn_implementation == "halfbyte"
 
 
 def test_writing_is_the_models_own_greedy_text(shipped: Any) -> None:
@@ -307,7 +321,7 @@ def test_writing_is_the_models_own_greedy_text(shipped: Any) -> None:
     prompt = "import os\nimport sys\n\n\ndef main():\n"
     ours = "".join(models.write(model, tokenizer, prompt, Setting(), 40))
     ids = torch.tensor([tokenizer.encode(prompt)])
-    with models._own_attention(model):
+    with own_attention(model):
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, pad_token_id=0)
     assert ours == tokenizer.decode(theirs[0, ids.shape[1] :].tolist())
     drawn = ["".join(models.write(model, tokenizer, prompt, Setting(), 40, temperature=1.0, seed=s)) for s in (1, 1, 2)]
@@ -434,7 +448,7 @@ def test_the_demo_from_its_command(quick: bool, tmp_path: Path, capsys: pytest.C
     page, records = tmp_path / "demo.html", tmp_path / "demo.jsonl"
     assert run("demo", "--quick" if quick else "--wide", "--html", str(page), "-o", str(records)) == 0
     said, _, every_figure = capsys.readouterr().out.partition("Every figure")
-    assert ("KL by third" in every_figure) is not quick
+    assert ("KL by quarter" in every_figure) is not quick
     assert "INT8 cache: 1.94x smaller, perplexity" in said
     assert max(map(len, said.splitlines())) <= max(80, len(f"Report: {page}"))
     written = page.read_text()

@@ -16,6 +16,7 @@ from halfbyte import cli
 from halfbyte.errors import InvalidArgument
 from halfbyte.evals import model as models
 from halfbyte.evals.long_context import CHARACTERS, KEYS, TEXTS, Tasks, long_context, run_long_context
+from halfbyte.evals.own_attention import own_attention
 from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import ByteTokenizer, _FromTransformers, heldout_text
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
@@ -83,7 +84,7 @@ def test_figures_against_full_forward_passes(shipped: Any) -> None:
     made = tasks(shipped)
     result, text = long_context(shipped, Setting(), made, None, shipped)
     assert result.parted == [made.written] * TEXTS
-    with torch.no_grad(), models._own_attention(shipped):
+    with torch.no_grad(), own_attention(shipped):
         best = shipped(input_ids=made.keyed, use_cache=False).logits.argmax(-1)
         logs = shipped(input_ids=torch.cat([made.prompts, text], 1), use_cache=False).logits.log_softmax(-1)
     key = slice(240 - CHARACTERS, 240)

@@ -10,8 +10,6 @@ from typing import Any
 from docgen.first_hour import latest
 from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, model, tables
 from docgen.summary import find, speedup
-from halfbyte.evals.card import read_card
-from halfbyte.evals.choices import caches
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 
 
@@ -88,20 +86,6 @@ def _parameters() -> str:
     return f"{sum(prod(t['shape']) for name, t in header.items() if name != '__metadata__') / 1e6:.1f}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- quality
-
-
-def _default_cache() -> dict[str, Any]:
-    """The shipped model's evidence card on the default cache alone."""
-    card = read_card(DATA / "evidence" / "demo.json")
-    return next(r for r in card.results if (r["keys"], r["values"], r["weights"]) == (*caches()["Default"], "bf16"))
-
-
-def _card_kl() -> str:
-    found = _default_cache()
-    return f"{found['kl_mean']:.4f} \u00b1 {found['kl_noise']:.4f}"
-
-
 def _demo_time() -> str:
     """What `halfbyte demo` takes where other processes keep two cores busy."""
     return f"{latest()['halfbyte demo']['seconds']:.0f} s"
@@ -137,8 +121,6 @@ def _where(implementation: str) -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    "card_change": lambda: f"\u00b1{_default_cache()['noise']:.2f} %",
-    "card_kl": _card_kl,
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_gqa": _gqa_slowdown,
     "cpu_linear": lambda: _cpu_slowdown("linear"),

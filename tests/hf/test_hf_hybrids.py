@@ -19,7 +19,7 @@ from halfbyte import errors, memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.evals.advice import advise
 from halfbyte.evals.card import Suite, measure
-from halfbyte.evals.model import agreement
+from halfbyte.evals.own_attention import agreement
 from halfbyte.evals.text import ByteTokenizer
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
 

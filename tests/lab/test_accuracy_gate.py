@@ -27,6 +27,7 @@ from halfbyte_lab.studies import (
     capacity,
     decode_70b,
     engines,
+    evidence,
     int4_gqa,
     int4_ladder,
     prompts,
@@ -78,6 +79,10 @@ SMALL: dict[str, Callable[[], Sequence[Job]]] = {
         *of_quality(quality_per_bit.MODELS["Qwen3"]),
         quality_per_bit.PlansJob("plans", (7.0,), 1, 32),
         quality_per_bit.ContinuationsJob("written", (Setting("int8", "int8"),), 160),
+    ],
+    "evidence": lambda: [
+        evidence.TextJob("prose", "bf16", evidence.LADDER[:2], 1, 32),
+        evidence.TextJob("prose", "bf16", (Setting(weights="nf4"),), 1, 32, evidence.OF_WEIGHTS),
     ],
 }
 #: What runs no kernel.

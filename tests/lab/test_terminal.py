@@ -33,7 +33,14 @@ def lines(
 
 
 def results() -> list[Quality]:
-    figures = {"perplexity": 12.3456, "change": -123.456, "kl_mean": 1e-3, "kl_p99": 2e-2, "top1": 0.98, "kl_by_third": [1e-3] * 3}
+    figures = {
+        "perplexity": 12.3456,
+        "change": -123.456,
+        "kl_mean": 1e-3,
+        "kl_p99": 2e-2,
+        "top1": 0.98,
+        "kl_by_quarter": [1e-3] * 3,
+    }
     settings = [Setting(), *every_kv_setting(), *every_weight_setting(), Setting("int8", "int4_g32", "int4_g64", clip="search")]
     return [Quality(s, **figures, kv_bytes_per_token=1664, weight_bytes=11_147_776, seconds=22.2) for s in settings]
 
@@ -53,7 +60,7 @@ def test_names_and_numbers_of_an_evaluation_are_whole(width: int) -> None:
 def test_what_does_not_fit_is_named_and_shown_by_wide() -> None:
     found = present.rows(results())
     shown = lines(present.HEADERS, found, 2, False)
-    assert shown[-1] == "--wide also shows: weights MB, top-1 %, KL p99, KL by third, seconds"
+    assert shown[-1] == "--wide also shows: weights MB, top-1 %, KL p99, KL by quarter, seconds"
     wide = lines(present.HEADERS, found, 2, True)
     assert "1.0e-03 1.0e-03 1.0e-03" in wide[-1]
     assert len(wide) == len([row for row in found if row]) + wide.index(next(line for line in wide if "──" in line)) + 1 + 3

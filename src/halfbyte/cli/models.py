@@ -23,6 +23,7 @@ from halfbyte.cli.shared import (
     check_page,
     check_writable,
     console,
+    parse_layers,
     print_table,
     token_count,
     words,
@@ -75,7 +76,8 @@ def evaluate(
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.evals.long_context import Tasks, run_long_context
-    from halfbyte.evals.model import agreement, load
+    from halfbyte.evals.model import load
+    from halfbyte.evals.own_attention import agreement
     from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, verdict
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
     from halfbyte.evals.text import check_exact, read_text
@@ -155,7 +157,7 @@ def _setting(
     """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded. A plan
     takes the place of the formats of `cache` and, where it has some, of its sink and recent tokens.
     """
-    from halfbyte.evals.quality import Setting, parse_layers
+    from halfbyte.evals.quality import Setting
     from halfbyte.formats import key_format
     from halfbyte.hf.model_support import head_dims, text_config
     from halfbyte.memory import load_config, packed_layers

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from halfbyte.errors import InvalidArgument, laboratory
+from halfbyte.errors import InvalidArgument, check, laboratory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -214,6 +214,17 @@ def pairs(text: str, separator: str, option: str) -> list[tuple[int, int]]:
         raise InvalidArgument(
             f"--{option} {_short(text)}; give pairs of whole numbers below 2^31, such as 32{separator}8"
         ) from None
+
+
+def parse_layers(text: str, layers: int) -> tuple[int, ...]:
+    """ "0,1,-1" -> (0, 1, layers - 1). Raises on what is not a layer."""
+    try:
+        indices = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InvalidArgument(f"skip_layers={text!r}; expected layer numbers separated by commas, such as 0,1,-1") from None
+    bad = [i for i in indices if not -layers <= i < layers]
+    check(not bad, f"skip_layers={text!r} names layer {bad and bad[0]}; this model has layers 0 to {layers - 1}")
+    return tuple(sorted({i % layers for i in indices}))
 
 
 def _number(word: str) -> int:

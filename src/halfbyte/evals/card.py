@@ -27,7 +27,7 @@ from halfbyte.errors import InvalidArgument, check, require
 from halfbyte.evals.choices import SAFE, WEIGHTS, caches, is_safe
 from halfbyte.evals.environment import environment
 from halfbyte.evals.long_context import LongContext, Tasks, run_long_context
-from halfbyte.evals.model import agreement
+from halfbyte.evals.own_attention import agreement
 from halfbyte.evals.quality import Quality, Setting, run_evaluation, with_weights
 from halfbyte.evals.text import Tokenizer
 from halfbyte.formats import key_format, plain_format

@@ -101,7 +101,7 @@ def long_context(
     model has the setting's weights, `plain` is the 16-bit one, which judges what was written.
     """
     start = time.perf_counter()
-    recall = _found(model, setting, tasks, on_step)
+    recall = found(model, setting, tasks, on_step)
     text = torch.cat(list(_written(model, setting, tasks, on_step)), 1)
     seconds = time.perf_counter() - start
     theirs = text if base is None else base
@@ -111,7 +111,7 @@ def long_context(
     return LongContext(setting.name, tasks.keyed.shape[1], recall, tasks.written, prefixes, nll, seconds), text
 
 
-def _found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> float:
+def found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> float:
     """Share of the tokens of all keys that are the likeliest, given those before them."""
     from halfbyte.hf.attention import CACHE
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HEADERS = (
     *("KV cache", "weights", "perplexity", "change %", "KL mean", "KV B/token", "weights MB"),
-    *("top-1 %", "KL p99", "KL by third", "seconds"),
+    *("top-1 %", "KL p99", "KL by quarter", "seconds"),
 )
 
 
@@ -35,7 +35,7 @@ def row(result: Quality) -> tuple[str, ...]:
         f"{result.weight_bytes / 1e6:.2f}",
         f"{100 * result.top1:.2f}",
         f"{result.kl_p99:.2e}",
-        " ".join(f"{kl:.1e}" for kl in result.kl_by_third),
+        " ".join(f"{kl:.1e}" for kl in result.kl_by_quarter),
         f"{result.seconds:.1f}",
     )
 

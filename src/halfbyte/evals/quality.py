@@ -12,6 +12,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from rich.console import Console
 
 from halfbyte.cache_plan import CachePlan
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import check
 from halfbyte.evals.choices import caches
+from halfbyte.evals.own_attention import own_attention
 from halfbyte.evals.text import check_exact
 from halfbyte.formats import Format, check_window, key_format, plain_format, value_format, weight_format
 from halfbyte.nn import QuantLayer, QuantLinear
@@ -35,7 +37,8 @@ class Setting:
 
     Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
     values are rotated by the weights or by the cache, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and
-    the last tokens of a sequence, which stay in 16 bits. dtype: the 16-bit type of the model, which caches are compared in.
+    the last tokens of a sequence, which stay in 16 bits. dtype: the 16-bit type of the model, which caches are compared in. own:
+    transformers' own attention over its own cache, in the type that the model computes in.
     """
 
     keys: str | tuple[str, ...] = "bf16"
@@ -50,11 +53,17 @@ class Setting:
     sink_tokens: int = 0
     recent_tokens: int = 0
     dtype: str = "bf16"
+    own: bool = False
 
     @classmethod
     def plain(cls, dtype: str, weights: str | None = None) -> Setting:
         """A 16-bit cache: the run that others are compared with, or one of quantized weights alone."""
         return cls(dtype, dtype, weights, dtype=dtype)
+
+    @classmethod
+    def of_transformers(cls, dtype: str) -> Setting:
+        """transformers' own attention and cache, with which `plain` tells what a packed cache of 16 bits costs by itself."""
+        return cls(dtype, dtype, dtype=dtype, own=True)
 
     @classmethod
     def of_plan(cls, plan: CachePlan, weights: str | None = None, dtype: str = "bf16", exact: tuple[int, int] = (0, 0)) -> Setting:
@@ -104,8 +113,8 @@ class Setting:
         """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
         suffix = ", values rotated" if self.rotate_values else ""
         suffix += f", {self.sink_tokens} + {self.recent_tokens} tokens 16-bit" if any(self.exact) else ""
-        if self.plan:
-            return self.plan + suffix
+        if self.plan or self.own:
+            return (self.plan or "transformers") + suffix
         keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
         both = keys if keys == values else f"{keys} / {values}"
         skips = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
@@ -125,7 +134,8 @@ class Quality:
     """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity.
 
     `noise` is two standard errors of `change`, in %, from the differences of the tokens' log-likelihoods; `kl_noise` of `kl_mean`.
-    `kl_by_third` is the mean over the first, the second and the last third of each window; `model` names an outlier variant.
+    `kl_by_quarter` is the mean over each quarter of a window, `late_kl` that over its second half, with `late_noise`; `model` names
+    an outlier variant.
     """
 
     setting: Setting
@@ -141,9 +151,11 @@ class Quality:
     seconds: float = 0.0
     layer_error: list[float] = field(default_factory=list)
     plain_weights: str = "bf16"
-    kl_by_third: list[float] = field(default_factory=list)
+    kl_by_quarter: list[float] = field(default_factory=list)
     model: str = ""
     kl_noise: float = math.nan
+    late_kl: float = math.nan
+    late_noise: float = math.nan
 
 
 Step = Callable[[], None]
@@ -159,7 +171,8 @@ def evaluate(
     batch: int = 8,
     on_step: Step = lambda: None,
 ) -> list[Quality]:
-    """Run `windows`, int64 [n, T], through the model under each setting; the first one must be the 16-bit run.
+    """Run `windows`, int64 [n, T], through the model under each setting; the first one must be a 16-bit run: the packed one, or
+    that of transformers.
 
     `model` has the halfbyte attention (`halfbyte.hf.quantize(model)`) and 16-bit weights. `on_step` is called after every chunk, of
     which there are `steps(...)`. The layer error is the relative L2 error of the hidden states behind each layer (behind the
@@ -170,7 +183,9 @@ def evaluate(
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     dtype = plain_format(half_type(model)).name
     check(
-        bool(settings) and settings[0] == Setting.plain(dtype) and {s.dtype for s in settings} == {dtype},
+        bool(settings)
+        and settings[0] in (Setting.plain(dtype), Setting.of_transformers(dtype))
+        and {s.dtype for s in settings} == {dtype},
         f"settings must be of a model in {dtype}, and begin with its 16-bit run, Setting.plain({dtype!r})",
     )
     for setting in settings:
@@ -267,8 +282,9 @@ class _Tally:
         return (theirs.exp() * (theirs - ours)).sum(-1)
 
     def result(self) -> Quality:
-        thirds = [torch.cat(part).flatten() for part in zip(*(kl.tensor_split(3, 1) for kl in self._kl), strict=True)]
-        kl = torch.cat(thirds)
+        quarters = [torch.cat(part).flatten() for part in zip(*(kl.tensor_split(4, 1) for kl in self._kl), strict=True)]
+        kl, late = torch.cat(quarters), torch.cat(quarters[2:])
+        late = late if late.numel() else kl  # a window of three tokens predicts two
         rank = max(math.ceil(0.99 * kl.numel()), 1)
         shift = self._lost / self._tokens
         variance = max(0.0, self._lost_squares / self._tokens - shift**2)
@@ -278,13 +294,20 @@ class _Tally:
             perplexity=math.exp(self._nll / self._tokens),
             noise=200 * math.exp(shift) * math.sqrt(variance / self._tokens),
             kl_mean=float(kl.mean()),
-            kl_noise=2 * float(kl.std(correction=0)) / math.sqrt(kl.numel()),
+            kl_noise=_noise(kl),
+            late_kl=float(late.mean()),
+            late_noise=_noise(late),
             kl_p99=float(kl.kthvalue(rank).values),
             top1=self._agreed / self._tokens,
             seconds=self._seconds,
             layer_error=[math.sqrt(e / max(n, 1e-30)) for e, n in self._error],
-            kl_by_third=[float(third.sum() / max(third.numel(), 1)) for third in thirds],
+            kl_by_quarter=[float(quarter.sum() / max(quarter.numel(), 1)) for quarter in quarters],
         )
+
+
+def _noise(x: torch.Tensor) -> float:
+    """Two standard errors of a mean."""
+    return 2 * float(x.std(correction=0)) / math.sqrt(x.numel())
 
 
 def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> Iterator[_Outputs]:
@@ -294,7 +317,7 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
 
     cache = cache_for(model, setting, part.shape[1])
     for piece in part.split(chunk, dim=1):
-        with part_of_text(model, part.shape[1] - 1):
+        with part_of_text(model, part.shape[1] - 1), own_attention(model) if setting.own else nullcontext():
             out = model(input_ids=piece.to(model.device), **{CACHE: cache}, use_cache=True, output_hidden_states=True)
         hidden = [h[0].float().cpu() for h in out.hidden_states[1:]]
         yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
@@ -321,16 +344,21 @@ def weight_bytes(model: Any) -> int:
 
 def kv_bytes_per_token(model: Any, setting: Setting) -> float:
     """Bytes that one token of one sequence takes in the cache, over all layers."""
-    return float(cache_for(model, setting, 64 + sum(setting.exact)).bytes_per_token)
+    return float(cache_for(model, replace(setting, own=False), 64 + sum(setting.exact)).bytes_per_token)
 
 
 def cache_for(model: Any, setting: Setting, capacity: int) -> Any:
-    """A packed cache of the setting for a model with the setting's weights. It rotates values where the weights cannot."""
+    """A packed cache of the setting for a model with the setting's weights, or transformers' own. Values are rotated where the
+    weights cannot rotate them."""
     from halfbyte.hf.attention_weights import unfolded
     from halfbyte.hf.cache import PackedCache
     from halfbyte.hf.model_support import check_continues
 
     check_continues(model)
+    if setting.own:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=model.config)
     rotate_values = setting.rotate_values and bool(unfolded(model))
     return PackedCache(model, capacity, rotate_values=rotate_values, **setting.cache_options())
 
@@ -366,14 +394,3 @@ def every_weight_setting(dtype: str = "bf16") -> list[Setting]:
     from halfbyte.formats import WEIGHT_FORMATS
 
     return [Setting.plain(dtype, name) for name in WEIGHT_FORMATS]
-
-
-def parse_layers(text: str, layers: int) -> tuple[int, ...]:
-    """ "0,1,-1" -> (0, 1, layers - 1). Raises on what is not a layer."""
-    try:
-        indices = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise InvalidArgument(f"skip_layers={text!r}; expected layer numbers separated by commas, such as 0,1,-1") from None
-    bad = [i for i in indices if not -layers <= i < layers]
-    check(not bad, f"skip_layers={text!r} names layer {bad and bad[0]}; this model has layers 0 to {layers - 1}")
-    return tuple(sorted({i % layers for i in indices}))

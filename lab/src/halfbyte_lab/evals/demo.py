@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from halfbyte.evals.model import agreement, load, write
+from halfbyte.evals.model import load, write
+from halfbyte.evals.own_attention import agreement
 from halfbyte.evals.present import verdict
 from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, run_evaluation
 from halfbyte.evals.text import Tokenizer, heldout_text, windows

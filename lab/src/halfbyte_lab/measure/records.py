@@ -57,6 +57,8 @@ class Record:
     job                what measured it, "operation: name"; a job that failed as a whole leaves one record that knows nothing else
     perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantized takes, scales included
     by_layer           relative error layer by layer, of hidden states or of attention's output
+    noise              two standard errors of `error`; top1: share of tokens where both expect the same next one
+    by_position        `error` in each quarter of a text
     """
 
     op: str
@@ -94,6 +96,9 @@ class Record:
     change: float | None = None
     bits: float | None = None
     by_layer: tuple[float, ...] = ()
+    noise: float | None = None
+    top1: float | None = None
+    by_position: tuple[float, ...] = ()
 
     @property
     def of_whole_job(self) -> bool:
@@ -109,9 +114,10 @@ class Record:
         """The inverse of `to_json`. Raises one of `_DAMAGE` on anything else. A line without environment has that of `before`."""
         data: dict[str, Any] = json.loads(line)
         where = before.environment if before and "environment" not in data else Environment(**data["environment"])
-        whole = {"bars": (), "by_layer": (), **data, "environment": where}
+        whole = {"bars": (), "by_layer": (), "by_position": (), **data, "environment": where}
         bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
-        record = Record(**{**whole, "shape": whole["shape"], "bars": bars, "by_layer": tuple(whole["by_layer"])})
+        tuples = {"bars": bars, **{name: tuple(whole[name]) for name in ("by_layer", "by_position")}}
+        record = Record(**{**whole, **tuples})
         parts: tuple[Record | Environment | Verdict, ...] = (record, record.environment, *bars)
         for part in parts:
             _check_types(part)

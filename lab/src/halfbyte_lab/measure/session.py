@@ -205,6 +205,12 @@ class Session:
         """Whether the filter lets this through."""
         return re.search(self.options.pattern, f"{case} {formats} {implementation}") is not None
 
+    def earlier(self) -> list[Record]:
+        """What the output holds of this study: a job that is asked to resume leaves it out."""
+        path = self.options.output
+        kept = records.read(path).records if path is not None and path.exists() else []
+        return [r for r in kept if r.study == self.study and not r.refused]
+
     def steps(self, total: int) -> Steps:
         """A progress bar over so many jobs."""
         return Steps(total, self._errors)

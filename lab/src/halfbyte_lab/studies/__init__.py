@@ -25,6 +25,7 @@ QUESTIONS = {
     "fused-qkv": "dequantization fused into the q, k, v projection: the four published variants, launch by launch",
     "accuracy": "error and perplexity against bits per element on the shipped model; rotated keys, keys with a bias",
     "quality-per-bit": "divergence and attention error against bits by format and method, with and without outliers",
+    "evidence": "what formats cost a real model: divergence, perplexity, agreement and retrieval on news, code and chats",
     "memory": "the longest context that fits, by model, GPU, weights, batch and KV format",
     "prompts": "prefill attention over the prompt itself and over a packed past, compared with 16 bits",
     "engines": "append and attention of an engine's step over packed pages: against vLLM's kernels, decode_attention and 16 bits",

@@ -40,6 +40,10 @@ QUALITY, KEYS = "quality", "attention over quantized keys"
 CACHES, WEIGHTS, PLAIN, BIASED = "KV cache", "weights", "keys", f"keys, bias {BIAS:.0f}"
 #: Windows and tokens of each: of the whole model, of the keys alone; in a quick run the smaller ones.
 TEXT, QUICK_TEXT, KEYS_TEXT, QUICK_KEYS_TEXT, CHUNK = (8, 256), (2, 128), (8, 512), (4, 256), 16
+#: Tokens that kernels are judged on where windows are long; the run that others are compared with.
+JUDGED, PLAIN_CACHE = 256, Setting()
+#: Log-probabilities of the base that are kept at once: 2 GiB.
+MOST_LOGITS = 2**29
 #: What a quick run leaves in.
 QUICK = (
     *("int8", "fp8", "int4", "int4_g32", "int4_channel / int4", "int8 / int4_g32", "int4 rotated"),
@@ -105,16 +109,29 @@ class QualityJob:
 
 
 def quality_records(
-    session: Session, op: str, case: str, model: Any, cut: torch.Tensor, settings: Sequence[Setting]
+    session: Session,
+    op: str,
+    case: str,
+    model: Any,
+    cut: torch.Tensor,
+    settings: Sequence[Setting],
+    base: Setting = PLAIN_CACHE,
+    late: bool = False,
 ) -> Iterator[Record]:
-    """The record of the 16-bit run, then one for each setting; `cut` [windows, T]. One whose kernels break a promise is refused."""
-    layers, (count, length) = recorded_heads(model, cut), cut.shape
+    """The record of the 16-bit run `base`, then one for each setting; `cut` [windows, T]. One whose kernels break a promise is
+    refused. late: windows are long; KL is that of their second half, and kernels are judged in a few layers, on
+    the beginning of the first window.
+    """
+    layers, (count, length) = recorded_heads(model, cut[:1, :JUDGED] if late else cut), cut.shape
+    layers = layers[:: max(1, len(layers) // 4)] if late else layers
     plain, *reasons = [broken_promise(model, layers, s) for s in (Setting(), *settings)]
     why = dict(zip(settings, [plain or mine for mine in reasons], strict=True))
     usable = [s for s in settings if not why[s]]
-    results = evaluate(model, [Setting(), *usable], cut, chunk=CHUNK, batch=count) if usable else []
+    batch = max(1, min(count, MOST_LOGITS // (length * model.config.vocab_size)))
+    results = evaluate(model, [base, *usable], cut, chunk=CHUNK, batch=batch) if usable else []
     for result in results:
-        yield quality_record(session, op, case, (count, length), model, result, results[0])
+        record = quality_record(session, op, case, (count, length), model, result, results[0])
+        yield replace(record, error=result.late_kl, noise=result.late_noise) if late else record
     for s in (s for s in settings if why[s]):
         blank = Record(op, {"windows": count, "T": length}, formats_of(s), "halfbyte", 0, session.environment, case=case)
         yield replace(blank, refused=f"{case} {formats_of(s)}: {why[s]}")
@@ -166,6 +183,9 @@ def quality_record(
         change=result.change,
         bits=bits,
         by_layer=tuple(result.layer_error),
+        noise=result.kl_noise,
+        top1=result.top1,
+        by_position=tuple(result.kl_by_quarter),
     )
 
 

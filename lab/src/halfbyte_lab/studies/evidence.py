@@ -1,0 +1,250 @@
+"""Study `evidence`: what formats cost a real model. Nothing is timed.
+
+SmolLM2-135M-Instruct (`halfbyte_lab.evals.real_model`) reads news, code and chats in chunks, so that older keys and values come
+from the cache; the base is transformers' own attention over its own cache, in the same arithmetic. The row `bf16` is the floor:
+what a packed cache of 16 bits costs beside it, by another order of rounding. In bf16 that is what 16-bit arithmetic costs by
+itself; fp32 shows the formats alone. KL divergence and its noise are those of the second half of each window. A format is safe
+where its KL in bf16, noise included, is at most twice the floor on every text.
+
+`--output FILE` makes a run resumable: what the file holds is not measured again. With `--quick` the shipped model stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from halfbyte.evals.long_context import Tasks, found
+from halfbyte.evals.model import load
+from halfbyte.evals.quality import Setting
+from halfbyte.evals.text import Tokenizer, heldout_text, windows
+from halfbyte.settings import CLIP
+from halfbyte_lab.evals import real_model
+from halfbyte_lab.measure import charts
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.measure.session import Job, Session
+from halfbyte_lab.measure.tables import Table
+from halfbyte_lab.measure.timing import fixed_threads
+from halfbyte_lab.studies import Study
+from halfbyte_lab.studies.accuracy import formats_of, quality_records
+
+CACHE, OF_WEIGHTS, RETRIEVAL = "real model, cache", "real model, weights", "real model, retrieval"
+#: Windows and tokens of each on a GPU, on a CPU, and of a quick run.
+TEXT, CPU_TEXT, QUICK_TEXT = (16, 4096), (4, 512), (1, 64)
+#: Tokens of the contexts that hide a key.
+CONTEXT, CPU_CONTEXT, QUICK_CONTEXT = 7168, 1024, 256
+ARITHMETIC = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BASE, FLOOR = Setting.of_transformers("bf16"), Setting()
+#: Caches: the floor first, then those that are recommended or asked for, then the rest of the ladder.
+LADDER = (
+    FLOOR,
+    Setting("int8", "int8"),
+    Setting("int8", "int4_g32", rotate_keys=True, sink_tokens=4, recent_tokens=16),
+    Setting("int4_channel", "int8"),
+    Setting("int8", "int4_g32", rotate_keys=True),
+    Setting("int8", "int8", rotate_keys=True),
+    Setting("int4_channel", "int4"),
+    Setting("int4", "int4", rotate_keys=True),
+    Setting("int4", "int4", rotate_keys=True, sink_tokens=4, recent_tokens=64),
+    Setting("int8_channel", "int8"),
+    Setting("fp8", "fp8"),
+    Setting("int2_g32", "int2_g32", rotate_keys=True, sink_tokens=4, recent_tokens=64),
+    Setting("int4_g32", "int4_g32", rotate_keys=True),
+    Setting("int2_g32", "int2_g32", rotate_keys=True),
+    Setting("int4", "int4"),
+)
+WEIGHTS = (
+    Setting(weights="int8_col"),
+    Setting(weights="nvfp4", clip=CLIP),
+    Setting(weights="int4_g64"),
+    Setting(weights="nf4"),
+    Setting(weights="nvfp4"),
+    Setting(weights="mxfp4"),
+)
+RETRIEVED = LADDER[:4]
+#: Settings that one job measures; each job reads the base again.
+GROUP = 5
+
+
+def jobs(session: Session) -> list[Job]:
+    """Caches text by text in bf16, then weights, retrieval, and caches on prose in fp32."""
+    size = _size(session)
+    groups = [LADDER[i : i + GROUP] for i in range(0, len(LADDER), GROUP)][: 1 if session.options.quick else None]
+    caches = {name: [TextJob(text, name, group, *size) for group in groups for text in real_model.TEXTS] for name in ARITHMETIC}
+    weights = [TextJob("prose", "bf16", WEIGHTS[i : i + 2], *size, op=OF_WEIGHTS) for i in range(0, len(WEIGHTS), 2)]
+    context = QUICK_CONTEXT if session.options.quick else CONTEXT if session.device.kind == "cuda" else CPU_CONTEXT
+    retrieval = [RetrievalJob(setting, context) for setting in RETRIEVED]
+    prose = [job for job in caches["fp32"] if job.text == "prose"]
+    return [*caches["bf16"], *weights[: 1 if session.options.quick else None], *retrieval, *prose]
+
+
+def _size(session: Session) -> tuple[int, int]:
+    return QUICK_TEXT if session.options.quick else TEXT if session.device.kind == "cuda" else CPU_TEXT
+
+
+def _model(session: Session, arithmetic: str) -> tuple[Any, Tokenizer]:
+    model, tokenizer = load("demo" if session.options.quick else str(real_model.folder()), session.device.torch)
+    return model.to(ARITHMETIC[arithmetic]), tokenizer
+
+
+def _tokens(session: Session, text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(heldout_text()) if session.options.quick else real_model.TEXTS[text](tokenizer)
+
+
+@dataclass(frozen=True)
+class TextJob:
+    """The whole model on one text under several settings, in one arithmetic."""
+
+    text: str
+    arithmetic: str
+    settings: tuple[Setting, ...]
+    count: int
+    length: int
+    op: str = CACHE
+
+    @property
+    def name(self) -> str:
+        """The case of its records."""
+        return f"{self.text}, {self.arithmetic}"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """One record for each setting that the output does not hold yet."""
+        done = {r.formats for r in session.earlier() if (r.op, r.case, r.shape) == (self.op, self.name, self.shape)}
+        selection = [s for s in self.settings if formats_of(s) not in done and session.wants(self.name, formats_of(s), "halfbyte")]
+        if not selection:
+            return
+        model, tokenizer = _model(session, self.arithmetic)
+        cut = windows(_tokens(session, self.text, tokenizer), self.length, self.count, tokenizer.bos)
+        with fixed_threads(session.threads):
+            for record in quality_records(session, self.op, self.name, model, cut, selection, BASE, late=True):
+                if record.formats != BASE.kv:
+                    yield record
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The size of the text."""
+        return {"windows": self.count, "T": self.length}
+
+
+@dataclass(frozen=True)
+class RetrievalJob:
+    """Share of the tokens of hidden keys that a cache retrieves from long prose, in bf16."""
+
+    setting: Setting
+    context: int
+    op: str = RETRIEVAL
+
+    @property
+    def name(self) -> str:
+        """The case of its record."""
+        return f"{self.context:,} tokens"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """The record of the setting, unless the output holds it."""
+        shape, formats = {"T": self.context}, formats_of(self.setting)
+        done = any((r.op, r.formats, r.shape) == (self.op, formats, shape) for r in session.earlier())
+        if done or not session.wants(self.name, formats, "halfbyte"):
+            return
+        model, tokenizer = _model(session, "bf16")
+        tasks = Tasks(model, tokenizer, _tokens(session, "prose", tokenizer), self.context)
+        with fixed_threads(session.threads):
+            share = found(model, self.setting, tasks, lambda: None)
+        blank = Record(self.op, shape, formats, "halfbyte", 0, session.environment, case=self.name)
+        yield replace(blank, error=1 - share, error_kind="share of key tokens not retrieved")
+
+
+# ------------------------------------------------------------------------------------------------------------- how it is told
+
+HEADERS = ("measure", "formats", "bits", "KL, nats", "noise", "by quarter", "perplexity, %", "top-1, %", "safe")
+BY_NAME = {formats_of(s): s for s in (*LADDER, *WEIGHTS)}
+#: What windows are counted for in the bits of a cache.
+CONTEXTS = (2048, 32768)
+
+
+def floors(measured: Sequence[Record]) -> dict[str, float]:
+    """By case, the divergence of a packed cache of 16 bits."""
+    return {r.case: r.error for r in measured if r.op == CACHE and r.formats == formats_of(FLOOR) and r.error is not None}
+
+
+def is_safe(r: Record, floor: float) -> bool:
+    """Whether a format diverges at most twice as much as 16 bits do, noise included."""
+    return (r.error or 0.0) + (r.noise or 0.0) <= 2 * floor
+
+
+def verdicts(measured: Sequence[Record]) -> dict[str, bool]:
+    """By formats, whether they are safe in bf16 on every text that was read."""
+    limits, judged = floors(measured), dict[str, list[bool]]()
+    for r in measured:
+        if r.op in (CACHE, OF_WEIGHTS) and r.error is not None and r.case.endswith("bf16") and r.case in limits:
+            judged.setdefault(r.formats, []).append(is_safe(r, limits[r.case]))
+    return {formats: all(texts) for formats, texts in judged.items()}
+
+
+def bits_of(r: Record) -> tuple[float, ...]:
+    """Bits an element, the tokens that stay in 16 bits counted at each of `CONTEXTS`; one number where there are none."""
+    bits, exact = r.bits or 16.0, sum(BY_NAME[r.formats].exact) if r.formats in BY_NAME else 0
+    return tuple(bits + (16 - bits) * exact / context for context in CONTEXTS) if exact else (bits,)
+
+
+def table(measured: Sequence[Record]) -> Table:
+    """One row for each text and format, from the most bits on."""
+    order = {name: i for i, name in enumerate(BY_NAME)}
+    rows = [r for r in measured if r.error is not None and r.op in (CACHE, OF_WEIGHTS)]
+    rows.sort(key=lambda r: (r.op != CACHE, r.case.endswith("fp32"), r.case, -bits_of(r)[0], order.get(r.formats, 0)))
+    limits = floors(measured)
+    found_rows = [r for r in measured if r.op == RETRIEVAL and r.error is not None]
+    return HEADERS, [*(_row(r, limits) for r in rows), *(_retrieved(r) for r in found_rows)]
+
+
+def _row(r: Record, limits: dict[str, float]) -> tuple[str, ...]:
+    judged = r.case in limits and r.case.endswith("bf16")
+    return (
+        f"{r.case}{', weights' * (r.op == OF_WEIGHTS)}",
+        r.formats,
+        ", ".join(f"{bits:.2f}" for bits in bits_of(r)),
+        f"{r.error:.2e}",
+        f"{r.noise:.0e}",
+        " ".join(f"{kl:.1e}" for kl in r.by_position),
+        f"{r.change:+.2f}",
+        f"{100 * (r.top1 or 0):.1f}",
+        ("yes" if is_safe(r, limits[r.case]) else "no") if judged else "",
+    )
+
+
+def _retrieved(r: Record) -> tuple[str, ...]:
+    share = f"{100 * (1 - (r.error or 0)):.0f} % of key tokens retrieved"
+    return (f"retrieval, {r.case}", r.formats, "", share, *[""] * (len(HEADERS) - 4))
+
+
+def drawn(measured: Sequence[Record]) -> list[str]:
+    """KL divergence against bits on prose in bf16, and the limit of what is safe."""
+    rows = [r for r in measured if r.op == CACHE and r.case == "prose, bf16" and r.error]
+    if not rows:
+        return []
+    limit = 2 * floors(rows).get("prose, bf16", 0.0)
+    points = [charts.Point(r.formats, bits_of(r)[0], r.error or 0.0, "safe" if is_safe(r, limit / 2) else "not safe") for r in rows]
+    x_label = f"bits an element (16-bit tokens counted at {CONTEXTS[0]:,})"
+    title = f"{real_model.NAME} on prose: divergence against bits; safe up to {limit:.1e}"
+    return [charts.scatter(points, x_label=x_label, y_label="KL divergence, nats", title=title, log_y=True)]
+
+
+def says(measured: Sequence[Record]) -> list[str]:
+    """Which caches are safe, and the smallest of them."""
+    limits = {case: floor for case, floor in floors(measured).items() if case.endswith("bf16")}
+    if not limits:
+        return []
+    names = [r for r in measured if r.op == CACHE and r.case == "prose, bf16" and r.formats != formats_of(FLOOR)]
+    safe = [r for r in names if verdicts(measured)[r.formats]]
+    text = ", ".join(f"{floor:.1e} ({case.partition(',')[0]})" for case, floor in limits.items())
+    sentences = [f"A packed cache of 16 bits diverges by {text} nats from transformers' own in bf16; safe is at most twice that."]
+    if safe:
+        least = min(safe, key=lambda r: bits_of(r)[0])
+        parts = ", ".join(r.formats for r in sorted(safe, key=lambda r: -bits_of(r)[0]))
+        sentences.append(f"Safe on every text: {parts}. The smallest is {least.formats}, {bits_of(least)[0]:.2f} bits.")
+    return sentences
+
+
+STUDY = Study("evidence", jobs, table, drawn, says, text_columns=2)
