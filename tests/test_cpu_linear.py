@@ -25,8 +25,9 @@ from halfbyte.reference.dequantize import decode_unit
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
-#: How `product` multiplies: by the codes (a small M), by a GEMM on blocks that a compiled loop decodes, or that torch decodes.
-PATHS = ("codes", "compiled blocks", "torch")
+#: How `product` multiplies: by the codes (a small M), in tiles (a bf16 x, else as before), or by a GEMM on blocks that a compiled
+#: loop decodes, or that torch decodes.
+PATHS = ("codes", "tiles", "compiled blocks", "torch")
 CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.values())}
 
 
@@ -49,9 +50,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         monkeypatch.setattr(cpu, "compiler_works", lambda: False)
     else:
         pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
-        largest = 8 if request.param == "codes" else 0
-        monkeypatch.setattr(cpu, "SMALL_M", largest)
-        monkeypatch.setattr(cpu, "SMALL_M_BF16", largest)
+        if request.param == "tiles" and not cpu._tiles_work():
+            pytest.skip("this CPU has no instructions for bf16")
+        monkeypatch.setattr(cpu, "SMALL_M", 8 if request.param == "codes" else 0)
+        monkeypatch.setattr(cpu, "TILE_M", 16 if request.param == "tiles" else 0)
     return str(request.param)
 
 
@@ -200,6 +202,25 @@ def test_a_row_of_a_small_batch_has_the_bits_that_it_has_alone(name: str) -> Non
         assert torch.equal(cpu.linear(x[:count], weight, None), together[:count])
 
 
+@pytest.mark.parametrize("name", ["int4_g128", "int4_sym_g32_fp32", "int4_col", "int8_g128", "int8_col", "nvfp4", "nf4_dq"])
+@pytest.mark.usefixtures("path")
+def test_every_size_of_a_batch_and_rows_that_fill_no_tile(name: str) -> None:
+    """16 columns in common of a last tile; pieces of 96 and 128 columns, where formats allow them."""
+    for count, features, width in ((1, 16, 256), (2, 17, 512), (3, 31, 256), (9, 70, 640), (16, 33, 256), (17, 33, 384)):
+        check(inputs(count, width, dtype=torch.bfloat16), build(name, features, width), inputs(features))
+    if WEIGHT_FORMATS[name].granularity == "out_channel":
+        check(inputs(4, 576, dtype=torch.bfloat16), build(name, 40, 576), None)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g128", "int4_col"])
+@pytest.mark.usefixtures("path")
+def test_a_mean_of_x_and_high_zero_points_cancel_nothing(name: str) -> None:
+    weight = build(name, 48, 4096)
+    assert weight.offsets is not None
+    check(inputs(5, 4096, dtype=torch.bfloat16) + 8, weight, None)
+    check(inputs(5, 4096, dtype=torch.bfloat16), replace(weight, offsets=torch.full_like(weight.offsets, 255)), None)
+
+
 def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "STEPS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -224,8 +245,8 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert status == 0
 
 
-#: Of x86 CPUs without AVX-512, and of other CPUs, for which a lookup is made of single loads.
-INSTRUCTIONS = {"haswell": "+avx2,+avx,+fma,+f16c,+bmi,+bmi2,+sse4.2", "x86-64-v2": "+sse4.2,+ssse3,+popcnt"}
+#: Of x86 CPUs without AVX-512, and of other CPUs, for which a lookup is made of single loads. All convert fp16.
+INSTRUCTIONS = {"haswell": "+avx2,+avx,+fma,+f16c,+bmi,+bmi2,+sse4.2", "x86-64-v2": "+sse4.2,+ssse3,+popcnt,+avx,+f16c"}
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)

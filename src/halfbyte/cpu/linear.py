@@ -1,21 +1,23 @@
 """A GEMM with a quantized weight: the `cpu` level of `linear`.
 
 A stored weight is w = scale * (unit - zero), with units on a small grid. Where loops can be compiled (`cpu.threads`), x is
-multiplied by the codes as they lie in memory, for M up to `SMALL_M`. All else decodes a block of the weight's rows into a buffer
-that stays in cache until torch's GEMM multiplies it. Sums are fp32 (float64 for a float64 x), and nothing is rounded to x's dtype
-before the bias is in. In bf16 and with M above `SMALL_M_BF16` the block is rounded to bf16, as in a model of 16 bits, on CPUs that
-multiply bf16.
+multiplied by the codes as they lie in memory: a bf16 x with M up to `TILE_M` in tiles, on CPUs that multiply bf16, and any other
+for M up to `SMALL_M`. All else decodes a block of the weight's rows into a buffer that stays in cache until torch's GEMM multiplies
+it. Sums are fp32 (float64 for a float64 x), and nothing is rounded to x's dtype before the bias is in. Beyond `TILE_M` the block is
+rounded to bf16, as in a model of 16 bits, for a bf16 x on CPUs that multiply bf16.
 
-Zero points come off the codes, where the difference is exact. Subtracted from the GEMM instead, as the sum over groups of
-scale * zero * (sum of x), they would cancel: both terms are many times the result where x has a mean.
+Zero points come off the codes, where the difference is exact; in tiles they come off sums of few columns. Subtracted from the
+GEMM instead, as the sum over groups of scale * zero * (sum of x), they would cancel: both terms are many times the result where x
+has a mean.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from halfbyte.cpu.codes import unpack_into
@@ -27,8 +29,8 @@ from halfbyte.tensors import QuantTensor
 
 #: Numbers in one block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator.
 BLOCK, BLOCK_BF16 = 1 << 19, 1 << 21
-#: Largest M for which x is multiplied by the codes; beyond, a GEMM on decoded blocks is faster, in bf16 sooner.
-SMALL_M, SMALL_M_BF16 = 8, 4
+#: Largest M for which x is multiplied by the codes, in tiles or by rows; beyond, a GEMM on decoded blocks is faster.
+TILE_M, SMALL_M = 16, 8
 
 
 class Matrix(NamedTuple):
@@ -60,17 +62,30 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     """x [..., K] times the rows of `weight` [N, K], plus bias [N]: [..., N] in x's dtype."""
     features, width = weight.shape
     rows = x.reshape(x.shape[:-1].numel(), width)  # [M, K]; either may be 0
-    if not _multiplies_bf16(rows, bias):
+    if not (_fits_tiles(rows, features, weight.format.code) or _multiplies_bf16(rows, bias)):
         rows = rows.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
     if weight.perm is not None:
         rows = rows.index_select(1, weight.perm)  # the columns of x in the order of the stored ones
     return product(rows, matrix(weight, rows.dtype), bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
 
 
+def _fits_tiles(rows: torch.Tensor, features: int, code: Code) -> bool:
+    """Whether x [M, K] is multiplied in tiles of a weight with so many rows. One row and codes of 8 bits are faster without."""
+    fits = rows.dtype is torch.bfloat16 and (code.per_byte == 2 or len(rows) > 1) and len(rows) <= TILE_M and features >= 16
+    return fits and _is_compiled(rows) and _tiles_work()
+
+
+@functools.cache
+def _tiles_work() -> bool:
+    from halfbyte.cpu.compiled.tiles import works
+
+    return works()
+
+
 def _multiplies_bf16(rows: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether to take the GEMM of bf16: where it is fast, blocks can be decoded to bf16, and the bias is bf16, too."""
     types = {rows.dtype} if bias is None else {rows.dtype, bias.dtype}
-    return types == {torch.bfloat16} and len(rows) > SMALL_M_BF16 and _is_compiled(rows) and _has_bf16()
+    return types == {torch.bfloat16} and len(rows) > SMALL_M and _is_compiled(rows) and _has_bf16()
 
 
 def _is_compiled(rows: torch.Tensor) -> bool:
@@ -87,6 +102,8 @@ def _has_bf16() -> bool:
 
 def product(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """[N, M] of rows [M, K], in fp32 or float64 as they are, or by the GEMM of bf16 rounded to it; bias [N]."""
+    if _fits_tiles(rows, len(weight.codes), weight.format.code):
+        return _plus(_by_tiles(rows, weight), bias)
     is_compiled = _is_compiled(rows)
     if is_compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
         return _plus(_by_codes(rows, weight), bias)
@@ -125,6 +142,25 @@ def _by_codes(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
     x = decode.columns(rows.detach()).contiguous()
     over_rows(products, len(y), y.numel() * rows.shape[1], *decode.arrays(), x.numpy(), y.numpy())
     return decode.scaled(y)
+
+
+def _by_tiles(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
+    """The same of a bf16 x with at most `TILE_M` rows."""
+    from halfbyte.cpu.compiled.tiles import loop_for
+
+    (count, width), features, decode = rows.shape, len(weight.codes), _Compiled(weight)
+    codes, _, scales, scale_table, zeros = decode.arrays()
+    group = width // decode.parts[1].shape[-1]
+    piece = next(size for size in (128, 96, 64, 32, 16) if group % size == 0)
+    x = rows.detach().contiguous().view(torch.int32)
+    y = torch.empty(1 << (count - 1).bit_length(), features)
+    loop = loop_for(len(y), piece == 16)
+    table = _bf16_table(weight.format.code) if decode.nibbles else None
+    # A code takes a quarter of the time that it takes elsewhere.
+    steps = y.numel() * width // 4
+    arrays = (codes, table, scales, scale_table, zeros, x.numpy(), y.numpy())
+    over_rows(loop, -(-features // 16), steps, *arrays, width // piece)
+    return decode.scaled(y[:count].mT)
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -173,10 +209,9 @@ class _Compiled:
         if by_byte is not None and self.tensor_scale is not None and self.tensor_scale.numel() == 1:
             by_byte, self.tensor_scale = by_byte * self.tensor_scale, None
         self.tables = (_codebook(code) if self.nibbles else None, by_byte)
-        self.parts = tuple(
-            None if part is None else part.detach().contiguous()
-            for part in (weight.codes, scales.float() if floats else scales, weight.offsets)
-        )
+        if floats:
+            scales = scales.view(torch.uint16) if scales.dtype is torch.float16 else scales.float()
+        self.parts = tuple(None if part is None else part.detach().contiguous() for part in (weight.codes, scales, weight.offsets))
 
     def arrays(self, lo: int = 0, hi: int | None = None) -> list[object]:
         """Arguments of a loop: the arrays of rows lo to hi."""
@@ -202,6 +237,12 @@ class _Compiled:
 @functools.cache
 def _codebook(code: Code) -> torch.Tensor:
     return code.codebook()
+
+
+@functools.cache
+def _bf16_table(code: Code) -> np.ndarray[Any, Any]:
+    """The values of 4-bit codes twice, as the bits of bf16: uint16 [32]."""
+    return code.codebook().repeat(2).bfloat16().view(torch.uint16).numpy()
 
 
 @functools.cache

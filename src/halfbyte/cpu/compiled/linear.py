@@ -31,7 +31,7 @@ _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 FLOATS, _INTS, _BYTES = (ir.VectorType(number, LANES) for number in (_FLOAT, _INT, _BYTE))
 
 
-def _cpu_has(feature: str) -> bool:
+def cpu_has(feature: str) -> bool:
     features = llvm.get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES
     return f"+{feature}" in features.split(",")
 
@@ -55,9 +55,9 @@ def spread(builder: ir.IRBuilder, short: ir.Value, places: list[int]) -> ir.Valu
 
 def _lookup(builder: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
     """table[index], both vectors of 16; only the lowest 4 bits of an index count."""
-    if _cpu_has("avx512f"):
+    if cpu_has("avx512f"):
         return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, index)
-    if _cpu_has("avx2"):
+    if cpu_has("avx2"):
         return _lookup_avx2(builder, table, index)
     result = ir.Constant(FLOATS, ir.Undefined)
     index = builder.and_(index, ir.Constant(_INTS, [15] * LANES))

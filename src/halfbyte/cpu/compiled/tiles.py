@@ -1,0 +1,340 @@
+"""A bf16 x times a weight as it is stored, for M up to 16, on CPUs with instructions for bf16 (AVX-512 BF16 and VBMI).
+
+A tile is 16 rows of the weight, each in a lane of every vector. 16 bytes of all rows are transposed in registers, so that a lane
+holds codes of its own row. A pair of codes becomes two bf16 numbers, by a lookup among 32 of them. One instruction multiplies
+the pair by two columns of a row of x, and adds both products to an fp32 sum. So a code is decoded once for all of x, the scale of a
+group is applied to a vector of rows, and no sum crosses lanes.
+
+Codes are exact in bf16 but for nf4 and fp4, which are rounded as in a model of 16 bits. Scales and zero points stay in fp32, and
+are applied to the sums of at most 128 columns, where a zero point times the sum of x cancels few bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from halfbyte.cpu.compiled import loop
+from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, cpu_has, load
+
+#: Bytes of a row that are transposed at a time: 4 words of 32 bits.
+_STEP = 16
+_INT, _LONG = ir.IntType(32), ir.IntType(64)
+_INTS, _LONGS = ir.VectorType(_INT, LANES), ir.VectorType(_LONG, LANES // 2)
+_WORDS, _BYTES = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
+_ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
+
+
+class _BFloat(ir.Type):
+    """LLVM's type for bf16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def works() -> bool:
+    """Whether this CPU has the instructions."""
+    return all(cpu_has(feature) for feature in ("avx512bf16", "avx512vbmi", "avx512bw"))
+
+
+def _number(value: int) -> ir.Constant:
+    return ir.Constant(_LONG, value)
+
+
+def _shuffle(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: list[int]) -> ir.Value:
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT, len(places)), places))
+
+
+def _broadcast(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, vector: ir.VectorType) -> ir.Value:
+    """The number at `offset` in all lanes."""
+    number = builder.load(builder.gep(pointer, [offset]))
+    lanes = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(_INT, 0))
+    return _shuffle(builder, lanes, lanes, [0] * LANES)
+
+
+def _transposed(builder: ir.IRBuilder, pointer: ir.Value, offsets: list[ir.Value]) -> list[ir.Value]:
+    """Four vectors: the i-th has, of the 16 bytes at each of 16 offsets, word i."""
+    rows = [load(builder, pointer, offset, ir.VectorType(_INT, 4)) for offset in offsets]
+    parts = []  # part i has the words of rows i, i + 4, i + 8 and i + 12
+    for i in range(4):
+        halves = [_shuffle(builder, rows[i + 8 * j], rows[i + 8 * j + 4], [*range(8)]) for j in (0, 1)]
+        parts.append(_shuffle(builder, *halves, [*range(LANES)]))
+    low, high, first, last = (
+        [start + i for start in range(0, LANES, 4) for i in four]
+        for four in ((0, 16, 1, 17), (2, 18, 3, 19), (0, 1, 16, 17), (2, 3, 18, 19))
+    )
+    return [
+        _shuffle(builder, *(_shuffle(builder, parts[j], parts[j + 1], half) for j in (0, 2)), end)
+        for half in (low, high)
+        for end in (first, last)
+    ]
+
+
+def _from_nibbles(builder: ir.IRBuilder, words: ir.Value, table: ir.Value) -> list[ir.Value]:
+    """The eight codes of each lane as four vectors of pairs. Of an index of `table` only the lowest 5 bits count."""
+    pairs = []
+    for start in range(0, 32, 8):  # bits of the even code; the odd one has the next four
+        control = [start, 0, start + 4, 0, start + 32, 0, start + 36, 0] * (LANES // 2)
+        operands = ir.Constant(_BYTES, control), builder.bitcast(words, _BYTES)
+        indices = builder.bitcast(call(builder, "llvm.x86.avx512.pmultishift.qb.512", _BYTES, *operands), _WORDS)
+        pairs.append(call(builder, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, indices))
+    return pairs
+
+
+def _from_bytes(builder: ir.IRBuilder, words: ir.Value) -> list[ir.Value]:
+    """The four codes of each lane, times 2^24, as two vectors of pairs: the upper halves of fp32 numbers."""
+    stored, zeros, floats = builder.bitcast(words, _BYTES), ir.Constant(_BYTES, [0] * 4 * LANES), []
+    for byte in range(4):
+        top = _shuffle(builder, stored, zeros, [i for lane in range(LANES) for i in (64, 64, 64, 4 * lane + byte)])
+        floats.append(builder.bitcast(builder.sitofp(builder.bitcast(top, _INTS), FLOATS), _INTS))
+    upper, half = (ir.Constant(_INTS, [number] * LANES) for number in (-(1 << 16), 16))
+    return [builder.or_(builder.and_(odd, upper), builder.lshr(even, half)) for even, odd in (floats[:2], floats[2:])]
+
+
+class _Tile:
+    """Emits code for 16 rows times `count` rows of x. Arguments as in `_tile`."""
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, kinds: tuple[Any, ...], args: tuple[ir.Value, ...]) -> None:
+        self.builder = builder
+        self.codes, table, self.scales, self.zeros, self.x, self.x_sums, self.y = (
+            array_of(context, builder, kinds[i], args[i]) for i in (0, 1, 3, 5, 6, 7, 8)
+        )
+        self.has_zeros = not isinstance(kinds[4], types.NoneType)
+        self.row, self.pieces, self.groups = args[2], args[9], args[10]
+        self.count: int = kinds[11].literal_value
+        self.width = cgutils.unpack_tuple(builder, self.codes.shape)[1]
+        self.starts = [builder.mul(builder.add(self.row, _number(lane)), self.width) for lane in range(LANES)]
+        self.next_tile = builder.mul(builder.add(self.row, _number(LANES)), self.width)
+        self.table = None if table is None else load(builder, table.data, _number(0), _WORDS)
+        self.pairs = 2 if table is None else 4  # vectors of pairs in one of words
+        # Several sums for the same numbers, where they are few: an addition waits for the one before.
+        self.sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(self.count)] for _ in range(min(4, LANES // self.count))]
+        self.totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(self.count)]
+        self.clear(self.totals)
+
+    def clear(self, places: list[ir.Value]) -> None:
+        for place in places:
+            self.builder.store(_ZEROS, place)
+
+    def multiply(self, at: ir.Value, word: int, words: ir.Value) -> None:
+        """Add the products of `words`, which begin at byte `at` + 4 * `word`, to the sums."""
+        builder = self.builder
+        pairs = _from_bytes(builder, words) if self.table is None else _from_nibbles(builder, words, self.table)
+        columns = builder.mul(builder.udiv(at, _number(4)), _number(self.pairs))
+        for i, pair in enumerate(pairs, word * self.pairs):
+            first = builder.mul(builder.add(columns, _number(i)), _number(self.count))
+            for m, place in enumerate(self.sums[i % len(self.sums)]):
+                x = _broadcast(builder, self.x.data, builder.add(first, _number(m)), _INTS)
+                operands = builder.load(place), builder.bitcast(pair, _PAIRS), builder.bitcast(x, _PAIRS)
+                builder.store(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, *operands), place)
+
+    def finish(self, piece: ir.Value, group: ir.Value) -> None:
+        """Add the sums of a piece of the columns, times the scales of its group, to the totals."""
+        builder, at = self.builder, self.builder.mul(group, _number(LANES))
+        scales = load(builder, self.scales.data, at, FLOATS)
+        if self.table is None:
+            scales = builder.fmul(scales, ir.Constant(FLOATS, [2.0**-24] * LANES))
+        for m, total in enumerate(self.totals):
+            own = functools.reduce(builder.fadd, (builder.load(places[m]) for places in self.sums))
+            if self.has_zeros:
+                place = builder.add(builder.mul(piece, _number(self.count)), _number(m))
+                x_sum = _broadcast(builder, self.x_sums.data, place, FLOATS)
+                own = builder.fsub(own, builder.fmul(load(builder, self.zeros.data, at, FLOATS), x_sum))
+            builder.store(call(builder, f"llvm.fma.v{LANES}f32", FLOATS, own, scales, builder.load(total)), total)
+            self.clear([places[m] for places in self.sums])
+
+    def transposed(self, at: ir.Value) -> list[ir.Value]:
+        """The words at byte `at` of the rows. The next tile follows in memory, and is fetched at the same speed."""
+        builder = self.builder
+        for line in range(0, _STEP * LANES, 64):
+            offset = builder.add(self.next_tile, builder.add(builder.mul(at, _number(LANES)), _number(line)))
+            _prefetch(builder, builder.gep(self.codes.data, [offset]))
+        return _transposed(builder, self.codes.data, [builder.add(start, at) for start in self.starts])
+
+    def pieces_of_8_bytes(self) -> None:
+        """All columns, where a group has 16 codes of 4 bits."""
+        builder = self.builder
+        with cgutils.for_range(builder, builder.udiv(self.width, _number(_STEP))) as step:
+            at = builder.mul(step.index, _number(_STEP))
+            for word, words in enumerate(self.transposed(at)):
+                self.multiply(at, word, words)
+                if word % 2:
+                    group = builder.add(builder.mul(step.index, _number(2)), _number(word // 2))
+                    self.finish(group, group)
+
+    def pieces_of_steps(self) -> None:
+        """All columns, where a piece has a multiple of 16 bytes."""
+        builder, size = self.builder, self.builder.udiv(self.width, self.pieces)
+        with cgutils.for_range(builder, self.pieces) as piece:
+            start = builder.mul(piece.index, size)
+            with cgutils.for_range(builder, builder.udiv(size, _number(_STEP))) as step:
+                at = builder.add(start, builder.mul(step.index, _number(_STEP)))
+                for word, words in enumerate(self.transposed(at)):
+                    self.multiply(at, word, words)
+            self.finish(piece.index, builder.udiv(builder.mul(piece.index, self.groups), self.pieces))
+
+    def store(self) -> None:
+        features = cgutils.unpack_tuple(self.builder, self.y.shape)[1]
+        for m, total in enumerate(self.totals):
+            offset = self.builder.add(self.builder.mul(_number(m), features), self.row)
+            address = self.builder.bitcast(self.builder.gep(self.y.data, [offset]), FLOATS.as_pointer())
+            self.builder.store(self.builder.load(total), address, align=4)
+
+
+def _prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
+    """Into the second cache: the first is full of what is multiplied now."""
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *(ir.Constant(_INT, number) for number in (0, 2, 1))])
+
+
+@intrinsic(prefer_literal=True)
+def _tile(
+    typing_context: Any,
+    codes: Any,
+    table: Any,
+    row: Any,
+    scales: Any,
+    zeros: Any,
+    tile_zeros: Any,
+    x: Any,
+    x_sums: Any,
+    y: Any,
+    pieces: Any,
+    groups: Any,
+    count: Any,
+    is_narrow: Any,
+) -> Any:
+    """y[m, row + lane] = x[m] . (row + lane of the weight) for m < `count`. Scales and zero points, if there are any, are [G, 16],
+    x [K / 2, count], its sums [pieces, count]; the rest as in `loop_for`.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
+        tile = _Tile(context, builder, signature.args, args)
+        for places in tile.sums:
+            tile.clear(places)
+        if is_narrow.literal_value:
+            tile.pieces_of_8_bytes()
+        else:
+            tile.pieces_of_steps()
+        tile.store()
+        return context.get_dummy_value()
+
+    return types.void(codes, table, row, scales, zeros, tile_zeros, x, x_sums, y, pieces, groups, count, is_narrow), codegen
+
+
+@intrinsic
+def _scale(typing_context: Any, stored: Any, table: Any) -> Any:
+    """A scale in fp32: stored so, as the bits of fp16, or as an index of `table`."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
+        numbers = array_of(context, builder, signature.args[1], args[1])
+        if numbers is not None:
+            return builder.load(builder.gep(numbers.data, [builder.zext(args[0], _LONG)]))
+        if signature.args[0] == types.float32:
+            return args[0]
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(stored, table), codegen
+
+
+@intrinsic
+def _transpose(typing_context: Any, rows: Any, out: Any) -> Any:
+    """out [G, 16] = rows [16, G], both fp32; G is a multiple of 4."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
+        source, target = (array_of(context, builder, kind, value) for kind, value in zip(signature.args, args, strict=True))
+        width = cgutils.unpack_tuple(builder, source.shape)[1]
+        with cgutils.for_range(builder, builder.udiv(width, _number(4))) as step:
+            at = builder.mul(step.index, _number(4))
+            offsets = [builder.add(builder.mul(width, _number(lane)), at) for lane in range(LANES)]
+            for i, column in enumerate(_transposed(builder, source.data, offsets)):
+                place = builder.mul(builder.add(at, _number(i)), _number(LANES))
+                builder.store(column, builder.bitcast(builder.gep(target.data, [place]), _INTS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(rows, out), codegen
+
+
+@intrinsic
+def _sum_of_pair(typing_context: Any, pair: Any) -> Any:
+    """The sum in fp32 of two bf16 numbers, given by their bits."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
+        even, odd = builder.shl(args[0], ir.Constant(_INT, 16)), builder.and_(args[0], ir.Constant(_INT, -(1 << 16)))
+        return builder.fadd(*(builder.bitcast(bits, ir.FloatType()) for bits in (even, odd)))
+
+    return types.float32(pair), codegen
+
+
+@loop
+def _arrange(x: Array, columns: Array, sums: Array) -> None:
+    """columns [K / 2, count] = x [M, K / 2] transposed, and zeros; sums [pieces, count] of each piece."""
+    size = x.shape[1] // len(sums)
+    for m in range(len(x)):
+        for piece in range(len(sums)):
+            total = np.float32(0)
+            for column in range(piece * size, (piece + 1) * size):
+                columns[column, m] = x[m, column]
+                total += _sum_of_pair(x[m, column])
+            sums[piece, m] = total
+
+
+@functools.cache
+def loop_for(count: int, is_narrow: bool) -> Any:
+    """The loop for an x of at most `count` rows (1, 2, 4, 8 or 16), over tiles `first` to `last` of the weight's rows.
+
+    y[m, n] = x[m] . (row n of the weight). All arrays are contiguous; the last tile ends with the last of at least 16 rows.
+
+    is_narrow    whether a group has 16 codes, of 4 bits; otherwise it has a multiple of 32
+    codes        [N, K / 2] uint8, two codes a byte, or [N, K] int8; K is a multiple of 32
+    table        [32] the bits of bf16 (uint16), the values of 4-bit codes twice; None for int8
+    scales       [N, G] fp32, the bits of fp16 (uint16), or uint8, indices of `scale_table`, fp32 [256]
+    zeros        [N, G] uint8, or None
+    x            [M, K / 2] int32, two columns of bf16 each
+    y            [count, N] fp32
+    pieces       number of pieces of the columns, each in one group, of 16 columns or a multiple of 32
+    """
+
+    @loop
+    def tiles(
+        codes: Array,
+        table: Array | None,
+        scales: Array,
+        scale_table: Array | None,
+        zeros: Array | None,
+        x: Array,
+        y: Array,
+        pieces: int,
+        first: int,
+        last: int,
+    ) -> None:
+        features, groups = scales.shape
+        padded = (groups + 3) // 4 * 4
+        numbers = np.zeros((16, padded), np.float32)
+        tile_scales, tile_zeros = np.empty((padded, 16), np.float32), np.empty((padded, 16), np.float32)
+        columns, sums = np.zeros((x.shape[1], count), np.int32), np.zeros((pieces, count), np.float32)
+        _arrange(x, columns, sums)
+        for tile in range(first, last):
+            row = min(16 * tile, features - 16)
+            for lane in range(16):
+                for group in range(groups):
+                    numbers[lane, group] = _scale(scales[row + lane, group], scale_table)
+            _transpose(numbers, tile_scales)
+            if zeros is not None:
+                for lane in range(16):
+                    for group in range(groups):
+                        numbers[lane, group] = np.float32(zeros[row + lane, group])
+                _transpose(numbers, tile_zeros)
+            _tile(codes, table, row, tile_scales, zeros, tile_zeros, columns, sums, y, pieces, groups, count, is_narrow)
+
+    return tiles
