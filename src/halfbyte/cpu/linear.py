@@ -150,7 +150,7 @@ def _by_tiles(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
 
     (count, width), features, decode = rows.shape, len(weight.codes), _Compiled(weight)
     codes, _, scales, scale_table, zeros = decode.arrays()
-    group = width // decode.parts[1].shape[-1]
+    group = width // scales.shape[-1]
     piece = next(size for size in (128, 96, 64, 32, 16) if group % size == 0)
     x = rows.detach().contiguous().view(torch.int32)
     y = torch.empty(1 << (count - 1).bit_length(), features)
@@ -213,7 +213,7 @@ class _Compiled:
             scales = scales.view(torch.uint16) if scales.dtype is torch.float16 else scales.float()
         self.parts = tuple(None if part is None else part.detach().contiguous() for part in (weight.codes, scales, weight.offsets))
 
-    def arrays(self, lo: int = 0, hi: int | None = None) -> list[object]:
+    def arrays(self, lo: int = 0, hi: int | None = None) -> list[Any]:
         """Arguments of a loop: the arrays of rows lo to hi."""
         codes, scales, offsets = (None if part is None else part[lo:hi] for part in self.parts)
         return [None if part is None else part.numpy() for part in (codes, self.tables[0], scales, self.tables[1], offsets)]

@@ -20,7 +20,7 @@ NAMESPACE = "halfbyte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 #: Bound once: attribute lookups dominate a cached call.
 _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_grad_enabled
-_functorch, _has_modes = torch._C._functorch, torch._C._len_torch_dispatch_stack
+_transforms, _has_modes = torch._C._functorch.peek_interpreter_stack, torch._C._len_torch_dispatch_stack
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def can_bypass_on_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """The same for an op whose level is torch code or a compiled loop, and a plain CPU tensor; nor in torch.func or autocast."""
     if _compiler.is_compiling() or type(x) is not _Tensor or not x.is_cpu or _forward._current_level >= 0:
         return False
-    if _functorch.peek_interpreter_stack() is not None or _has_modes() or torch.is_autocast_enabled("cpu"):
+    if _transforms() is not None or _has_modes() or torch.is_autocast_enabled("cpu"):
         return False
     return not _is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in (x, *others))
 

@@ -32,6 +32,7 @@ FLOATS, _INTS, _BYTES = (ir.VectorType(number, LANES) for number in (_FLOAT, _IN
 
 
 def cpu_has(feature: str) -> bool:
+    """Whether code is compiled for a CPU with `feature`, in LLVM's words."""
     features = llvm.get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES
     return f"+{feature}" in features.split(",")
 

@@ -2,7 +2,7 @@
 
 A tile is 16 rows of the weight, each in a lane of every vector. 16 bytes of all rows are transposed in registers, so that a lane
 holds codes of its own row. A pair of codes becomes two bf16 numbers, by a lookup among 32 of them. One instruction multiplies
-the pair by two columns of a row of x, and adds both products to an fp32 sum. So a code is decoded once for all of x, the scale of a
+the pair by two columns of a token of x, and adds both products to an fp32 sum. So a code is decoded once for all of x, the scale of a
 group is applied to a vector of rows, and no sum crosses lanes.
 
 Codes are exact in bf16 but for nf4 and fp4, which are rounded as in a model of 16 bits. Scales and zero points stay in fp32, and
@@ -31,7 +31,7 @@ _WORDS, _BYTES = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntT
 _ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]  # of a package without types
     """LLVM's type for bf16, which llvmlite has no name for."""
 
     def _to_string(self) -> str:
@@ -51,6 +51,7 @@ def _number(value: int) -> ir.Constant:
 
 
 def _shuffle(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: list[int]) -> ir.Value:
+    """The elements that `places` name, of two vectors behind one another."""
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT, len(places)), places))
 
 
@@ -66,17 +67,17 @@ def _transposed(builder: ir.IRBuilder, pointer: ir.Value, offsets: list[ir.Value
     rows = [load(builder, pointer, offset, ir.VectorType(_INT, 4)) for offset in offsets]
     parts = []  # part i has the words of rows i, i + 4, i + 8 and i + 12
     for i in range(4):
-        halves = [_shuffle(builder, rows[i + 8 * j], rows[i + 8 * j + 4], [*range(8)]) for j in (0, 1)]
-        parts.append(_shuffle(builder, *halves, [*range(LANES)]))
+        first_half, second_half = (_shuffle(builder, rows[j], rows[j + 4], [*range(8)]) for j in (i, i + 8))
+        parts.append(_shuffle(builder, first_half, second_half, [*range(LANES)]))
     low, high, first, last = (
         [start + i for start in range(0, LANES, 4) for i in four]
         for four in ((0, 16, 1, 17), (2, 18, 3, 19), (0, 1, 16, 17), (2, 3, 18, 19))
     )
-    return [
-        _shuffle(builder, *(_shuffle(builder, parts[j], parts[j + 1], half) for j in (0, 2)), end)
-        for half in (low, high)
-        for end in (first, last)
-    ]
+    columns = []
+    for half in (low, high):
+        left, right = (_shuffle(builder, parts[j], parts[j + 1], half) for j in (0, 2))
+        columns += [_shuffle(builder, left, right, end) for end in (first, last)]
+    return columns
 
 
 def _from_nibbles(builder: ir.IRBuilder, words: ir.Value, table: ir.Value) -> list[ir.Value]:
@@ -101,7 +102,7 @@ def _from_bytes(builder: ir.IRBuilder, words: ir.Value) -> list[ir.Value]:
 
 
 class _Tile:
-    """Emits code for 16 rows times `count` rows of x. Arguments as in `_tile`."""
+    """Emits code for 16 rows times `count` tokens of x. Arguments as in `_tile`."""
 
     def __init__(self, context: Any, builder: ir.IRBuilder, kinds: tuple[Any, ...], args: tuple[ir.Value, ...]) -> None:
         self.builder = builder
@@ -233,7 +234,7 @@ def _tile(
 
 
 @intrinsic
-def _scale(typing_context: Any, stored: Any, table: Any) -> Any:
+def _scale_value(typing_context: Any, stored: Any, table: Any) -> Any:
     """A scale in fp32: stored so, as the bits of fp16, or as an index of `table`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
@@ -328,7 +329,7 @@ def loop_for(count: int, is_narrow: bool) -> Any:
             row = min(16 * tile, features - 16)
             for lane in range(16):
                 for group in range(groups):
-                    numbers[lane, group] = _scale(scales[row + lane, group], scale_table)
+                    numbers[lane, group] = _scale_value(scales[row + lane, group], scale_table)
             _transpose(numbers, tile_scales)
             if zeros is not None:
                 for lane in range(16):
