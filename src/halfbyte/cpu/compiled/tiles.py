@@ -2,8 +2,8 @@
 
 A tile is 16 rows of the weight, each in a lane of every vector. 16 bytes of all rows are transposed in registers, so that a lane
 holds codes of its own row. A pair of codes becomes two bf16 numbers, by a lookup among 32 of them. One instruction multiplies
-the pair by two columns of a token of x, and adds both products to an fp32 sum. So a code is decoded once for all of x, the scale of a
-group is applied to a vector of rows, and no sum crosses lanes.
+the pair by two columns of a token of x, and adds both products to an fp32 sum. So a code is decoded once for all of x, the scale of
+a group is applied to a vector of rows, and no sum crosses lanes.
 
 Codes are exact in bf16 but for nf4 and fp4, which are rounded as in a model of 16 bits. Scales and zero points stay in fp32, and
 are applied to the sums of at most 128 columns, where a zero point times the sum of x cancels few bits.
