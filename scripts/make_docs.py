@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import make_tables as tables
-from docgen import crossovers, first_hour, formats, hero, performance, reference, summary, trust
+from docgen import crossovers, first_hour, formats, performance, pictures, reference, summary, trust
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
@@ -23,16 +23,19 @@ from halfbyte_lab.measure import charts
 ROOT = Path(__file__).parent.parent
 
 #: Most words written by hand: of the README, of everything but the lab notes, and of the lab notes.
-MOST_WORDS = {"README.md": 1200, "all but docs/internals/log": 18000, "docs/internals/log": 6000}
+MOST_WORDS = {"README.md": 1200, "all but docs/internals/log": 20000, "docs/internals/log": 6000}
 LOG = "docs/internals/log"
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "chart": partial(hero.picture_tag, "docs/assets"),
+        "row": partial(pictures.tag, "row", "docs/assets"),
+        "step": partial(pictures.tag, "step", "docs/assets"),
+        "fits": partial(pictures.tag, "fits", "docs/assets"),
         "choice": summary.choice,
-        "results": summary.results,
+        "whole models": summary.whole_models,
+        "gpus": summary.gpus,
     },
-    "docs/index.md": {"chart": partial(hero.picture_tag, "assets"), "choice": summary.choice},
+    "docs/index.md": {"row": partial(pictures.tag, "row", "assets"), "choice": summary.choice},
     "docs/guides/choosing-formats.md": {"choice": summary.choice},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
     "docs/concepts/trust.md": {
@@ -48,7 +51,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/reference/api.md": {"names": reference.public_names},
     "docs/reference/cli.md": {"commands": reference.command_line},
     "docs/reference/environment.md": {"variables": reference.environment},
-    "docs/performance/index.md": {"results": summary.results, "studies": performance.study_list},
+    "docs/performance/index.md": {
+        "whole models": summary.whole_models,
+        "results": summary.results,
+        "studies": performance.study_list,
+    },
     "docs/performance/attention.md": {"crossovers": crossovers.attention, "bars": tables.all_bars},
     "docs/performance/linear.md": {
         "by batch": performance.by_batch,
@@ -95,8 +102,8 @@ def stale_pages() -> dict[Path, str]:
 
 
 def stale_files() -> dict[Path, str]:
-    """Everything generated that is out of date, pages and the chart of the README, and what it should be."""
-    files = {ROOT / name: svg for name, svg in hero.pictures().items()}
+    """Everything generated that is out of date, pages and the pictures of the README, and what it should be."""
+    files = {ROOT / name: svg for name, svg in pictures.pictures().items()}
     changed = {path: text for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text}
     return stale_pages() | changed
 

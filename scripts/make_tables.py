@@ -18,7 +18,7 @@ from halfbyte_lab.cases import linear_baselines, linear_targets, literature, qkv
 from halfbyte_lab.measure import charts, compare, records, tables
 from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
-from halfbyte_lab.studies import QUESTIONS
+from halfbyte_lab.studies import QUESTIONS, step
 from halfbyte_lab.suites import of_study
 
 ROOT = Path(__file__).parent.parent
@@ -120,6 +120,7 @@ def json_lines(name: str) -> list[dict[str, Any]]:
 
 NOTHING = "Nothing was measured yet."
 CHART = "docs/performance/attention.svg"
+BARS = "Attention: share of the read roofline, and targets"
 
 
 def all_bars() -> str:
@@ -278,17 +279,27 @@ def study_charts() -> dict[str, str]:
 @cache
 def _drawn(name: str) -> list[tuple[list[Record], Sequence[str]]]:
     """A study's records and charts, machine by machine; drawing takes a second, and is done for the text and for the files."""
-    return [(mine, studies.study(name).charts(mine)) for mine in by_machine(study_records(name)).values()]
+    machines = by_machine(study_records(name))
+    return [(mine, _charts_of(name, machine, mine)) for machine, mine in machines.items()]
+
+
+def _charts_of(name: str, machine: str, measured: list[Record]) -> Sequence[str]:
+    with charts.measured_on(machine):
+        return studies.study(name).charts(measured)
 
 
 def study_records(name: str) -> list[Record]:
     """The last record of each thing that a study measured: on a GPU or, where it ran on none, on a CPU; else what it derives."""
-    of_gpu, of_cpu = ([r for r in map(marked, _read(file)) if r.study == name] for file in ("gpu.jsonl", "cpu.jsonl"))
+    files = ([*_read("gpu.jsonl"), *_read("models.jsonl")], _read("cpu.jsonl"))
+    of_gpu, of_cpu = ([r for r in map(marked, measured) if r.study == name] for measured in files)
     return compare.latest(of_gpu or of_cpu) or list(studies.study(name).derive(_read("gpu.jsonl")))
 
 
 def marked(r: Record) -> Record:
-    """Those of `python -m halfbyte_lab qkv` belong to a study, and earlier ones do not say so."""
+    """Those of `python -m halfbyte_lab qkv` and of `examples/06_tokens_per_second.py` belong to studies, and do not say so."""
+    if r.op == step.OP and not r.study:
+        case = next(case for case in step.CASES if (case.batch, case.context) == (r.shape["B"], r.shape["T"]))
+        return replace(r, study="step", case=case.name)
     return replace(r, study="fused-qkv") if r.op in (qkv_cases.OP, qkv_cases.FUSED_OP) else r
 
 
@@ -325,6 +336,11 @@ def _pictures(name: str, drawn: Sequence[str], first: int) -> list[str]:
     return [f"![{text}]({Path(STUDIES).name}/{name}-{i}.svg)" for i, text in enumerate(described, first)]
 
 
+def short_name(device: str) -> str:
+    """ "H100" of "NVIDIA H100 80GB HBM3"."""
+    return device.removeprefix("NVIDIA ").split()[0]
+
+
 def where_text(measured: Sequence[Record]) -> str:
     """The machines, versions and days of the records."""
     where = [r.environment for r in measured]
@@ -334,18 +350,9 @@ def where_text(measured: Sequence[Record]) -> str:
     return f"{devices}; {', '.join(versions)}; {', '.join(dates)}."
 
 
-#: The report's colors, for an image that stands outside of any page.
-_STYLE = """<style>
-svg { --font: system-ui, sans-serif; --ink: #23262b; --quiet: #666c75; --line: #dcdcd6; --s1: #2f5f98; --s2: #b5651d; --s3: #3f7f5f;
-  --s4: #8a4f7d; --s5: #8b7a1e; --s6: #5b6672; }
-@media (prefers-color-scheme: dark) { svg { --ink: #dfe2e7; --quiet: #99a1ac; --line: #343940; --s1: #82aee3; --s2: #e0a06a;
-  --s3: #86c5a2; --s4: #cf9bc4; --s5: #d0bf68; --s6: #a3adb9; } }
-</style>"""
-
-
-def as_image(svg: str) -> str:
-    """A chart as a file of its own, with the colors that it else takes from the page."""
-    return svg.replace("</title>", f"</title>\n{_STYLE}", 1).rstrip() + "\n"
+def _of_linear(measured: list[Record]) -> list[str]:
+    with charts.measured_on(", ".join(dict.fromkeys(r.environment.device for r in measured))):
+        return linear_targets.figures(measured)
 
 
 def write_charts() -> None:
@@ -353,14 +360,15 @@ def write_charts() -> None:
     reached, asked = targets.shares(gpu_records())
     if reached:
         reached, asked = ({case_name(case): share for case, share in shares.items()} for shares in (reached, asked))
-        svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
-        (ROOT / CHART).write_text(as_image(svg), encoding="utf-8")
-    for svg in linear_targets.figures(linear_records()):
-        (ROOT / LINEAR_CHART).write_text(as_image(svg), encoding="utf-8")
+        with charts.measured_on(gpu_records()[0].environment.device):
+            svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes", title=BARS)
+        (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
+    for svg in _of_linear(linear_records()):
+        (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
     drawn, folder = study_charts(), ROOT / STUDIES
     for name, svg in drawn.items():
         folder.mkdir(exist_ok=True)
-        (folder / name).write_text(as_image(svg), encoding="utf-8")
+        (folder / name).write_text(charts.as_image(svg), encoding="utf-8")
     for path in folder.glob("*.svg"):
         if path.name not in drawn:  # of records that tell it no more
             path.unlink()

@@ -74,6 +74,21 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the shipped model with a chat template."""
+    import shutil
+
+    from halfbyte.paths import shipped_model
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(shipped_model(), folder)
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    end = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (folder / "chat_template.jinja").write_text(turns + end, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the shipped model with drawn layers of GPTQ."""
     import transformers

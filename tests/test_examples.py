@@ -17,24 +17,27 @@ SAYS = {
     "03_transformers.py": "loaded again: the same tokens",
     "04_engine_memory.py": "merged equals whole within",
     "05_decode_layer.py": "token by token equals all at once within",
+    "07_chat.py": "tokens in a cache of",
 }
 
 
+#: What the chat is told, line after line.
+LINES = "Name a color.\nAnother one.\n"
 #: The one that takes minutes as it is: below, with fewer tokens.
 WHOLE_MODEL = "06_tokens_per_second.py"
 
 
 def output(name: str, *options: str) -> str:
     command = [sys.executable, str(EXAMPLES / name), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, input=LINES, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({p.name for p in EXAMPLES.glob("*.py")} - {WHOLE_MODEL}))
-def test_example(name: str) -> None:
-    said = output(name)
+def test_example(name: str, chat_folder: Path) -> None:
+    said = output(name, *([str(chat_folder)] if name == "07_chat.py" else []))
     assert SAYS[name] in said
     if "within" in SAYS[name]:
         assert float(said.split("within")[1]) < 1e-5

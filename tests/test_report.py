@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from halfbyte.errors import InvalidArgument, MissingPackage
-from halfbyte_lab.measure import charts
+from halfbyte_lab.measure import chart_style, charts
 from halfbyte_lab.measure.charts import Point, bars, lines, scatter
 from halfbyte_lab.measure.labels import Box, place_labels
 from halfbyte_lab.report import Report
@@ -87,10 +87,11 @@ def test_charts_are_text_in_the_colours_of_the_page(draw: Callable[[], str]) -> 
     root = ElementTree.fromstring(chart)
     texts = [t for e in root.iter("{http://www.w3.org/2000/svg}text") if (t := "".join(e.itertext()).strip())]
     assert len(texts) > 4  # text, not outlines
-    assert "var(--ink)" in chart
-    assert "var(--s1)" in chart
-    assert "var(--quiet)" in chart
-    assert not re.search(r"#[0-9a-fA-F]{6}", chart)  # nothing keeps a colour of its own
+    assert "var(--ink, #23262b)" in chart
+    assert re.search(r"var\(--s\d, #", chart)
+    assert "var(--quiet, #5d636c)" in chart
+    outside = re.sub(r"var\(--\w+, #[0-9a-f]{6}\)", "", chart)
+    assert not re.search(r"#[0-9a-fA-F]{6}", outside)  # nothing keeps a colour of its own
     assert "DejaVu" not in chart
     assert root.get("width") is None  # it scales
     assert root.get("viewBox")
@@ -130,8 +131,21 @@ def test_lines_of_one_chart_do_not_look_alike() -> None:
         drawn = re.findall(r'clip-path="[^"]*" style="(fill: none; stroke[^"]*?); stroke-width: (?:1.6|1.8)', svg)
         assert len(drawn) == 14
         assert len({re.sub(r"stroke-linecap: \w+", "", style) for style in drawn}) == 14
-    looks = [tuple(map(str, charts._look(i).values())) for i in range(36)]
-    assert len(set(looks)) == 36
+    looks = chart_style.looks_of([f"line {i}" for i in range(36)]).values()
+    assert len({tuple(map(str, look.values())) for look in looks}) == 36
+
+
+def test_a_thing_has_one_color_and_a_chart_names_the_machine_and_the_unit() -> None:
+    """Wherever it stands among others, and whatever else the chart shows."""
+    some = chart_style.looks_of(["cuBLAS", "halfbyte int4", "linear"])
+    others = chart_style.looks_of(["linear", "int4", "torch sdpa"])
+    assert some["linear"]["color"] == others["linear"]["color"]
+    assert some["cuBLAS"]["color"] == others["torch sdpa"]["color"] == chart_style.GRAY
+    with charts.measured_on("NVIDIA H200"):
+        chart = charts.bars({"int8": 2.0}, x_label="times 16 bits", title="Speed", line=1.0)
+    assert ">NVIDIA H200; times 16 bits</text>" in chart
+    assert "stroke-dasharray" in chart  # the line at 1
+    assert "@media (prefers-color-scheme: dark)" in charts.as_image(chart)
 
 
 def test_charts_without_matplotlib_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from docgen.first_hour import latest
-from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, model, tables
+from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, tables
 from docgen.summary import find, speedup
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 
@@ -91,35 +91,6 @@ def _demo_time() -> str:
     return f"{latest()['halfbyte demo']['seconds']:.0f} s"
 
 
-# ------------------------------------------------------------------------------------------------------------ the whole model
-
-
-def _step(implementation: str) -> Record:
-    """The last record of a decode step of a whole model."""
-    return max((r for r in model() if r.implementation == implementation), key=lambda r: r.environment.date)
-
-
-def _step_ms(implementation: str) -> str:
-    return f"{1e3 * (_step(implementation).seconds or 0):.2f} ms"
-
-
-def _least_ms(implementation: str) -> str:
-    """The time of only reading what a step reads."""
-    step = _step(implementation)
-    return f"{(step.nbytes or 0) / (step.roof_gb_per_s or 1) / 1e6:.2f} ms"
-
-
-def _step_ratio() -> str:
-    plain, packed = (_step(who).seconds or 0 for who in ("transformers", "halfbyte"))
-    return f"{plain / packed:.2f}x"
-
-
-def _where(implementation: str) -> str:
-    """GPU and date."""
-    environment = _step(implementation).environment
-    return f"{environment.device.removeprefix('NVIDIA ').split()[0]}, {environment.date[:10]}"
-
-
 FIGURES: dict[str, Callable[[], str]] = {
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_gqa": _gqa_slowdown,
@@ -137,15 +108,5 @@ FIGURES: dict[str, Callable[[], str]] = {
     "rows_128": lambda: _many_rows(128),
     "split_k_mean": lambda: f"{100 * (MEAN_GAIN - 1):.0f} %",
     "split_k_peak": lambda: f"{100 * (PEAK_GAIN - 1):.0f} %",
-    "step_bytes": lambda: f"{(_step('transformers').nbytes or 0) / 1e9:.1f} GB",
-    "step_fused": lambda: _step_ms("halfbyte, fused blocks"),
-    "step_fused_least": lambda: _least_ms("halfbyte, fused blocks"),
-    "step_fused_where": lambda: _where("halfbyte, fused blocks"),
-    "step_least": lambda: _least_ms("transformers"),
-    "step_least_packed": lambda: _least_ms("halfbyte"),
-    "step_packed": lambda: _step_ms("halfbyte"),
-    "step_plain": lambda: _step_ms("transformers"),
-    "step_ratio": _step_ratio,
-    "step_where": lambda: _where("halfbyte"),
     "weight_formats": lambda: str(len(WEIGHT_FORMATS)),
 }

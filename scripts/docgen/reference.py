@@ -18,7 +18,11 @@ markdown = tables.markdown
 
 def public_names() -> str:
     """Each public name with the first sentence of its docstring."""
-    rows = [(f"[`{name}`](#halfbyte.{name})", _first_sentence(name)) for name in halfbyte.__all__]
+    pages = {page.name: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("api-*.md"))}
+    rows = []
+    for name in halfbyte.__all__:
+        (page,) = [page for page, text in pages.items() if f"::: halfbyte.{name}\n" in text]
+        rows.append((f"[`{name}`]({page}#halfbyte.{name})", _first_sentence(name)))
     return markdown(("name", ""), rows)
 
 

@@ -11,18 +11,22 @@ import make_tables as tables
 
 from halfbyte.formats import key_format
 from halfbyte.reference.hadamard import rotated
-from halfbyte.settings import WEIGHTS
+from halfbyte.settings import KEYS, VALUES, WEIGHTS
+from halfbyte_lab.measure.chart_style import DARK, LIGHT, css
 from halfbyte_lab.measure.page import by_machine
-from halfbyte_lab.measure.records import Record, read
-from halfbyte_lab.studies import QUESTIONS, int4_gqa, int8_granularity
+from halfbyte_lab.measure.records import Record
+from halfbyte_lab.studies import QUESTIONS, int4_gqa, int8_granularity, memory, step
 from halfbyte_lab.studies.accuracy import QUALITY
 from halfbyte_lab.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
 from halfbyte_lab.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 
 __all__ = [
     "ATTENTION_OPS",
+    "DARK",
     "DATA",
     "HEAD_DIM",
+    "KEYS",
+    "LIGHT",
     "MEAN_GAIN",
     "OPS",
     "OURS",
@@ -30,16 +34,19 @@ __all__ = [
     "PLAIN",
     "QUESTIONS",
     "ROOT",
+    "VALUES",
     "WEIGHTS",
     "Record",
     "attention",
     "by_machine",
     "cpu",
+    "css",
     "key_format",
     "linear",
-    "model",
+    "memory",
     "of_tests",
     "rotated",
+    "step",
     "tables",
 ]
 
@@ -63,12 +70,6 @@ def attention() -> list[Record]:
 def linear() -> list[Record]:
     """The last record of each of halfbyte's linear layers that was timed on a GPU."""
     return [r for r in tables.linear_records() if r.seconds and r.implementation == OURS]
-
-
-def model() -> list[Record]:
-    """Decode steps of a whole model: `examples/06_tokens_per_second.py`, and the same case of the study `step`."""
-    studied = [r for r in tables.every_gpu_record() if (r.study, r.case) == ("step", "8b-8") and r.seconds]
-    return read(ROOT / "results" / "models.jsonl").records + studied
 
 
 def cpu() -> list[dict[str, object]]:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 
-from docgen.sources import HEAD_DIM, OPS, PLAIN, WEIGHTS, Record, attention, key_format, linear, rotated, tables
+from docgen.sources import (
+    HEAD_DIM,
+    OPS,
+    PLAIN,
+    ROOT,
+    WEIGHTS,
+    Record,
+    attention,
+    by_machine,
+    key_format,
+    linear,
+    rotated,
+    step,
+    tables,
+)
 from halfbyte.evals.choices import caches, safe_where
 
 markdown = tables.markdown
@@ -93,3 +109,45 @@ def _choice(keys: str, values: str) -> tuple[str, ...]:
     safe = safe_where([plain.error or 0.0, worst.error or 0.0]).replace("plain", "without outliers")
     kl = (f"{plain.error:.1e}", f"{worst.error:.1e}", safe)
     return f"{16 / (plain.bits or 16):.2f}x", *kl, (faster or ["not measured"])[-1]
+
+
+def whole_models() -> str:
+    """A step of each whole model, GPU by GPU: of docs/performance/step.md the rows that compare, and all of one H200."""
+    rows = []
+    for machine, measured in by_machine(tables.study_records("step")).items():
+        gpu, (headers, cells) = tables.short_name(machine), step.summary(measured)
+        ours = [row for row in cells if row[headers.index("halfbyte, ms")]]
+        compares = [any(row[headers.index(side)] for side in ("16 bits, ms", "vLLM, ms")) for row in ours]
+        alone = [gpu == "H200" and "GPUs" not in row[0] for row in ours]
+        rows += [(gpu, *row) for row, *shown in zip(ours, compares, alone, strict=True) if any(shown)]
+    return markdown(("GPU", *step.SUMMARY), rows)
+
+
+#: What GPUs of a compute capability are called.
+GPUS = {
+    "sm_90": "H200, H100",
+    "sm_80": "A100",
+    "sm_86": "RTX 3090, A10, A40",
+    "sm_89": "RTX 4090, L4, L40S",
+    "sm_100": "B200",
+    "sm_120": "RTX 5090, RTX PRO 6000",
+}
+
+
+def gpus() -> str:
+    """What is known of each kind of GPU: figures of records, or variants of kernels in the manifest of compiled ones."""
+    entries = map(json.loads, (ROOT / "scripts" / "manifest.jsonl").read_text(encoding="utf-8").splitlines())
+    compiled = Counter(entry["target"] for entry in entries)
+    figures = Counter(tables.short_name(r.environment.device) for r in tables.every_gpu_record() if r.seconds)
+    rows = []
+    for target, names in GPUS.items():
+        measured = [f"{name}: {figures[name]:,} figures" for name in names.split(", ") if figures[name]]
+        state = f"measured, {', '.join(measured)}" if measured else "compiled and checked, not run"
+        rows.append(
+            (
+                names,
+                f"{target[3:-1]}.{target[-1]}",
+                state if compiled[target] else "neither compiled nor run",
+            )
+        )
+    return markdown(("GPU", "compute capability", "state"), rows)

@@ -18,11 +18,11 @@ from halfbyte_lab.studies import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = [*sorted((ROOT / "docs" / "reference").glob("api*.md")), ROOT / "docs" / "reference" / "hf.md"]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import make_docs  # noqa: E402
 from docgen.docstrings_text import ENTRY, as_markdown  # noqa: E402
-from docgen.figures import FIGURES  # noqa: E402
 from docgen.markup import fill, words  # noqa: E402
 
 
@@ -59,8 +59,8 @@ def test_aligned_docstrings_become_lists() -> None:
 
 def documented() -> Iterator[tuple[str, str]]:
     """(name, docstring) of everything in the reference, methods and properties of its classes included."""
-    for page in ("api.md", "hf.md"):
-        for name in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference" / page).read_text(), re.MULTILINE):
+    for page in REFERENCE:
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE):
             found = pydoc.locate(name)
             yield name, inspect.getdoc(found) or ""
             for member, made in vars(found).items() if inspect.isclass(found) else ():
@@ -101,7 +101,7 @@ def test_every_page_of_the_site_is_in_its_navigation() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    text = "".join(page.read_text() for page in REFERENCE)
     assert [name for name in halfbyte.__all__ if f"::: halfbyte.{name}\n" not in text] == []
 
 
@@ -116,7 +116,7 @@ def names_in(code: str) -> Iterator[str]:
 
 def test_what_the_examples_use_is_in_the_reference() -> None:
     """Every function and class of a code block has an entry, itself or the class that it belongs to."""
-    reference = "".join((ROOT / "docs" / "reference" / page).read_text() for page in ("api.md", "hf.md"))
+    reference = "".join(page.read_text() for page in REFERENCE)
     documented = [pydoc.locate(name) for name in re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE)]
     blocks = [b for page in PAGES for b in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)]
     used = {name for block in blocks for name in names_in(block) if not inspect.ismodule(pydoc.locate(name))}
@@ -146,10 +146,16 @@ def test_every_study_has_its_page_with_its_command() -> None:
         assert f"<!-- {name} -->" in text
 
 
-def test_the_whole_models_figure_says_what_it_is_compared_with() -> None:
-    """Wherever the 16-bit step of the whole model stands, what its bytes would take stands in the same sentence."""
-    plain, least = FIGURES["step_plain"](), FIGURES["step_least"]()
-    sentences = [(p, s) for p in PAGES for s in re.split(r"(?<=[.;])\s", re.sub(r"<!--.*?-->", "", p.read_text()))]
-    stands = [(page.name, sentence) for page, sentence in sentences if plain in sentence and page.name != "runs.md"]
-    assert {name for name, _ in stands} >= {"README.md", "index.md"}
-    assert [sentence for _, sentence in stands if least not in sentence] == []
+def test_steps_of_the_first_page_stand_on_their_own_page() -> None:
+    """Every row of the README's table of whole models is a row of step.md, under the same GPU."""
+    rows = make_docs.summary.whole_models().splitlines()[2:]
+    by_gpu = (ROOT / "docs" / "performance" / "step.md").read_text()
+    assert len(rows) > 5
+    for row in rows:
+        gpu, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        (part,) = re.findall(rf"^NVIDIA {gpu}\b.*?(?=^NVIDIA |\Z)", by_gpu, re.DOTALL | re.MULTILINE)
+        headers, *told = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| ")
+        )
+        kept = [cell for name, cell in zip(make_docs.summary.step.SUMMARY, cells, strict=True) if name in headers]
+        assert kept in told

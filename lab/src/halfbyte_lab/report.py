@@ -13,6 +13,7 @@ from pathlib import Path
 
 from halfbyte.errors import check
 from halfbyte.paths import write_whole
+from halfbyte_lab.measure.chart_style import DARK, LIGHT, css
 
 #: What a table shows in one place.
 Cell = str | int | float | None
@@ -132,7 +133,7 @@ class Report:
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f'<meta name="color-scheme" content="light dark">\n<title>{_escape(self._title)}</title>\n'
-            f"<style>{_CSS}</style>\n</head>\n<body>\n<main>\n<header><h1>{_escape(self._title)}</h1>{subtitle}</header>\n"
+            f"<style>{_COLORS}{_CSS}</style>\n</head>\n<body>\n<main>\n<header><h1>{_escape(self._title)}</h1>{subtitle}</header>\n"
             + "\n".join(contents if part == _CONTENTS else part for part in self._parts)
             + f"\n</main>\n<script>{_JS}</script>\n</body>\n</html>\n"
         )
@@ -181,14 +182,15 @@ def _numeric(rows: Sequence[Sequence[Cell]], column: int) -> bool:
     return bool(cells) and all(not isinstance(c, str) or c.lstrip("+-\u2212<>~ ")[:1].isdigit() for c in cells)
 
 
+_COLORS = f":root {{ {css(LIGHT)} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {css(DARK)} }} }}"
 _CSS = """
-:root { color-scheme: light dark; --paper: #fdfdfc; --panel: #f4f4f1; --ink: #23262b; --quiet: #666c75; --line: #dcdcd6;
+:root { color-scheme: light dark; --paper: #fdfdfc; --panel: #f4f4f1;
   --shade: rgb(0 0 0 / .16);
-  --accent: #2f5f98; --s1: #2f5f98; --s2: #b5651d; --s3: #3f7f5f; --s4: #8a4f7d; --s5: #8b7a1e; --s6: #5b6672;
+  --accent: #0a68a5;
   --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
 @media (prefers-color-scheme: dark) {
-  :root { --paper: #16181c; --panel: #1f2227; --ink: #dfe2e7; --quiet: #99a1ac; --line: #343940; --shade: rgb(255 255 255 / .16);
-    --accent: #8db6e8; --s1: #82aee3; --s2: #e0a06a; --s3: #86c5a2; --s4: #cf9bc4; --s5: #d0bf68; --s6: #a3adb9; } }
+  :root { --paper: #16181c; --panel: #1f2227; --shade: rgb(255 255 255 / .16);
+    --accent: #8db6e8; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 var(--font); -webkit-text-size-adjust: 100%; }
 main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }

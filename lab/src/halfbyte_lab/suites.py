@@ -182,5 +182,7 @@ def write(measured: list[Record], folder: Path) -> None:
     text = "\n\n".join([where, *fused_qkv.says(measured), "\n".join(lines)])
     (folder / RESULTS).write_text(text + "\n", encoding="utf-8")
     for name, draw in (("end-to-end", figures.end_to_end), ("breakdown", figures.of_variants)):
-        for chart in draw(measured):
-            (folder / f"{name}.svg").write_text(chart, encoding="utf-8")
+        with charts.measured_on(measured[0].environment.device):
+            drawn = draw(measured)
+        for chart in drawn:
+            (folder / f"{name}.svg").write_text(charts.as_image(chart), encoding="utf-8")

@@ -128,7 +128,8 @@ def evaluate(
 def generate(
     cache: CacheFormats,
     model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; - reads it from standard input.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer line after line of standard input, by the chat template.")] = False,
     weights: Weights = "bf16",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
@@ -136,12 +137,16 @@ def generate(
     dtype: Dtype = settings.HALVES[0],
     device: Where = None,
 ) -> None:
-    """Generate text with a packed cache, printing tokens as they come."""
+    """Generate text with a packed cache, printing tokens as they come: what continues --prompt, or the answers of a --chat."""
     from halfbyte.evals.model import load, write
     from halfbyte.evals.quality import with_weights
 
-    text = _text(prompt)
+    check((prompt is None) == chat, "give --prompt with a text to continue, or --chat to write to the model line by line")
+    text = _text(prompt or "")
     setting, _ = _setting(model, cache, weights, dtype=dtype)
+    if chat:
+        _chat(model, setting, tokens, (temperature, seed), device)
+        return
     lm, tokenizer = load(model, device, dtype)
     quantized = with_weights(lm, setting.weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
@@ -149,6 +154,44 @@ def generate(
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def _chat(model: str, setting: Setting, tokens: int, sampling: tuple[float, int], device: str | None) -> None:
+    """Answer each line of standard input until it ends; Ctrl-C ends an answer, or the conversation between two."""
+    import torch
+    from transformers import AutoTokenizer, TextStreamer
+
+    from halfbyte.evals.model import load
+    from halfbyte.evals.quality import cache_for, with_weights
+    from halfbyte.hf import Chat
+    from halfbyte.paths import resolve_model
+
+    tokenizer, (temperature, seed) = AutoTokenizer.from_pretrained(resolve_model(model)), sampling
+    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0, "pad_token_id": 0}
+    options |= {"temperature": temperature} if temperature else {}
+    options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    conversation = Chat(None, tokenizer, None, **options)  # a model without a template is refused before it is loaded
+    quantized = with_weights(load(model, device, setting.dtype)[0], setting.weights)
+    conversation.model, conversation.cache = quantized, cache_for(quantized, setting, 1024 + tokens)
+    torch.manual_seed(seed)
+    ask = console(stderr=True)
+    while line := _line("> " if sys.stdin.isatty() else ""):
+        try:
+            conversation.answer(line.strip())
+        except KeyboardInterrupt:
+            print()
+            continue
+        rate = conversation.tokens / conversation.seconds
+        ask.print(f"{conversation.tokens} tokens, {rate:.1f} tokens/s", style="dim", highlight=False)
+
+
+def _line(prompt: str) -> str:
+    """A line of standard input with its end; empty at the end of it and at Ctrl-C."""
+    print(prompt, end="", file=sys.stderr, flush=True)
+    try:
+        return sys.stdin.readline()
+    except KeyboardInterrupt:
+        return ""
 
 
 def _setting(

@@ -16,6 +16,7 @@ require("transformers", "halfbyte.hf")
 from halfbyte.hf.attention import NAME, register
 from halfbyte.hf.attention_weights import KeyBiasWarning, key_biases
 from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.chat import Chat
 from halfbyte.hf.checkpoint import load, save
 from halfbyte.hf.default_cache import Generate
 from halfbyte.hf.every_forward import packed_forwards
@@ -34,6 +35,7 @@ __all__ = [
     "save",
     "HalfbyteConfig",
     "PackedCache",
+    "Chat",
     "packed_forwards",
     "key_biases",
     "KeyBiasWarning",

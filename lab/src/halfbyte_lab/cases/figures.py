@@ -39,15 +39,8 @@ def of_linear(measured: Sequence[Record]) -> list[str]:
         ):
             lines = by_size.setdefault(f"{r.shape['N']} x {r.shape['K']}", {})
             lines.setdefault(r.formats, []).append((r.shape["M"], faster))
-    gain = (
-        [
-            charts.panels(
-                by_size, x_label="rows of x", y_label="times 16 bits", title="Linear layers: times the fastest 16-bit product"
-            )
-        ]
-        if by_size
-        else []
-    )
+    title = "Linear layers: times the fastest 16-bit product"
+    gain = [charts.panels(by_size, x_label="rows of x", y_label="times 16 bits", title=title, line=1.0)] if by_size else []
     return [*linear_targets.figures(measured), *gain, *rooflines(measured)]
 
 

@@ -18,7 +18,7 @@ from halfbyte.evals.long_context import LongContext
 from halfbyte.evals.present import HEADERS, LONG_HEADERS, chosen, kind, long_rows, ratio, row, safety, verdict
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
-from halfbyte_lab.measure.charts import Point, lines, scatter
+from halfbyte_lab.measure.charts import Point, divergence, lines
 from halfbyte_lab.report import Cell, Report
 
 #: How to read KL divergence.
@@ -26,7 +26,6 @@ KL_WORDS = (
     "KL divergence measures how far the probabilities of the next token are from those of the 16-bit run; 0: equal. Up to "
     f"{SAFE:g} nats, noise included, formats are called safe. From about 0.1 nats on, generated texts differ."
 )
-KL_LABEL = "mean KL divergence (nats)"
 #: What a logarithmic axis shows for no divergence at all.
 LEAST_KL = 1e-9
 BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
@@ -111,7 +110,7 @@ def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
         return []
     shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
     points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
-    chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
+    chart = divergence(points, x_label="bytes, share of a 16-bit cache")
     figures = [(chart, "Quality against size of the cache: KL divergence from the 16-bit run by bytes per token")]
     errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
     if errors:
@@ -129,12 +128,8 @@ def _weight_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
         return []
     names = [r.setting.weights or "" for r in weights]
     shares = [r.weight_bytes / results[0].weight_bytes for r in weights]
-    chart = scatter(
-        _points(weights, shares, names, [_family(n) for n in names]),
-        x_label="bytes, share of 16-bit weights",
-        y_label=KL_LABEL,
-        log_y=True,
-    )
+    points = _points(weights, shares, names, [_family(n) for n in names])
+    chart = divergence(points, x_label="bytes, share of 16-bit weights")
     return [(chart, "Quality against size of 4-bit weights: KL divergence from the 16-bit run by bytes of the whole model")]
 
 
@@ -216,7 +211,7 @@ def write_calibration(model: str, made: Sequence[Calibrated], path: Path) -> Non
     alike = {(bits, f"{f.keys}{' rotated' * f.rotate_keys} / {f.values}", kl) for one in made for bits, f, kl in one.uniform}
     points = [Point(name, bits, max(kl, 1e-9), "all layers alike") for bits, name, kl in sorted(alike)]
     points += [Point("", one.plan.bits, max(one.plan.measured["kl"], 1e-9), "by layer") for one in made]
-    chart = scatter(points, x_label="bits an element", y_label="mean KL divergence (nats)", log_y=True)
+    chart = divergence(points, x_label="bits an element")
     report = Report("Formats by layer", f"{model}: {made[0].plan.measured['tokens']:,} tokens")
     report.figure(chart, "Divergence from the 16-bit run against the size of the cache")
     for one in made:

@@ -79,7 +79,7 @@ def speedups(measured: Sequence[Record]) -> list[str]:
             times[f"{name_of(r)}, {r.formats}{by}"] = faster
     labels = {name: f"{value:.2f}x" for name, value in times.items()}
     label = "times the fastest 16-bit implementation; above 1 is faster"
-    return [charts.bars(times, x_label=label, title="Speed over 16 bits", shown=labels)] if times else []
+    return [charts.bars(times, x_label=label, title="Speed over 16 bits", shown=labels, line=1.0)] if times else []
 
 
 def by_size(measured: Sequence[Record]) -> list[str]:

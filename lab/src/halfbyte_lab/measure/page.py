@@ -86,7 +86,8 @@ def _sections(report: Report, measured: Sequence[Record], where: str, section_of
         report.heading(f"{section.title}{where}")
         question = [f"{section.asks[:1].upper()}{section.asks[1:]}."] if section.asks else []
         try:
-            sentences, figures, contents = section.says(mine), section.charts(mine), section.tables(mine)
+            with charts.measured_on(compare.device_of(mine[0])):
+                sentences, figures, contents = section.says(mine), section.charts(mine), section.tables(mine)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # well-formed, but not as these are written here
             raise InvalidArgument(
                 f"the records of {section.title!r} cannot be shown ({type(error).__name__}: {error}); "
@@ -171,7 +172,7 @@ def _changes(report: Report, title: str, found: Sequence[Change]) -> None:
         largest = dict(list(ratios.items())[:_DRAWN])
         labels = {name: f"{ratio:.2f}" for name, ratio in largest.items()}
         caption = f"The {len(largest)} largest of {len(ratios)} changes" if len(largest) < len(ratios) else ""
-        report.figure(charts.bars(largest, x_label="time after / time before; below 1 is faster", shown=labels), caption)
+        report.figure(charts.bars(largest, x_label="time after / time before; below 1 is faster", shown=labels, line=1.0), caption)
     report.table(CHANGES, [change_row(c) for c in found])
 
 

@@ -300,7 +300,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         points = [charts.Point(r.formats if id(r) in on_front else "", r.bits or 0.0, r.error or 0.0, r.case) for r in quality]
         title = "Divergence from the 16-bit run against bits"
         x_label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
-        figures.append(charts.scatter(points, x_label=x_label, y_label="mean KL divergence, nats", title=title, log_y=True))
+        figures.append(charts.divergence(points, x_label=x_label, title=title))
     for case, what in ((PLAIN, "as they are"), (BIASED, f"bias of {BIAS:.0f} in two channels")):
         by_name = {r.formats: r.by_layer for r in measured if r.op == KEYS and r.case == case and r.by_layer}
         series = {name: by_name[name] for name in DRAWN if name in by_name}

@@ -274,7 +274,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     by_case = _by_splits(measured)
     if by_case:
         title = "Time by the number of splits, over the best of its batch and kernel"
-        figures.append(charts.panels(by_case, x_label="splits", y_label="times the best", title=title))
+        figures.append(charts.panels(by_case, x_label="splits", y_label="times the best", title=title, line=1.0))
     return [*figures, *rooflines(records)[1:]]
 
 

@@ -291,7 +291,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         figures.append(charts.panels(seconds, x_label=x_label, y_label="us", title=text, log_y=True))
     if several and times:
         text = "How many times faster than over FP16, by context"
-        figures.append(charts.panels(times, x_label=x_label, y_label="times FP16", title=text))
+        figures.append(charts.panels(times, x_label=x_label, y_label="times FP16", title=text, line=1.0))
     if errors := _errors(measured):
         labels = {name: f"{error:.2g}" for name, error in errors.items()}
         title = "Error by what shares a scale"

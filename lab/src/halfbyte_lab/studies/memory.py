@@ -82,6 +82,14 @@ class ModelJob:
             yield Record(OP, contexts, setting.kv, "halfbyte", weight_bytes[weights], session.environment, case=case, bits=bits)
 
 
+def sizes_of(name: str, weights: str | None, keys: str, values: str, context: int) -> tuple[int, int]:
+    """Bytes of one of `MODELS` with such weights (None: 16 bits), and of the cache of one sequence."""
+    config = configuration(name)
+    model = meta_model(config, name)
+    saved = quantized_bytes(model, weight_format(weights))[0] if weights else 0
+    return 2 * sum(p.numel() for p in model.parameters()) - saved, packed_layers(config, keys, values, ()).nbytes(1, context)
+
+
 def column(card: int, batch: int) -> str:
     """ "24 GB x 32": a card and how many sequences."""
     return f"{card} GB x {batch}"
@@ -137,7 +145,8 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         if any(one.values()):
             labels = {f: f"{_tokens(one[f])} ({BATCHES[1]} x {_tokens(many[f])})" for f in one}
             title = f"Longest context: {model}, {weights} weights, {card} GB"
-            figures.append(charts.bars(one, x_label=f"tokens of one sequence (of {BATCHES[1]})", title=title, shown=labels))
+            with charts.measured_on("computed, not measured"):
+                figures.append(charts.bars(one, x_label=f"tokens of one sequence (of {BATCHES[1]})", title=title, shown=labels))
     return figures
 
 

@@ -194,7 +194,11 @@ def _faster(measured: Sequence[Record], than: str, keep: Callable[[Record], bool
 def drawn(measured: Sequence[Record]) -> list[str]:
     """How many times as fast as 16 bits."""
     faster = _faster(measured, TORCH, lambda _: True)
-    return [charts.bars(faster, x_label="times as fast as torch in 16 bits", title="Attention of a prompt")] if faster else []
+    return (
+        [charts.bars(faster, x_label="times as fast as torch in 16 bits", title="Attention of a prompt", line=1.0)]
+        if faster
+        else []
+    )
 
 
 def says(measured: Sequence[Record]) -> list[str]:

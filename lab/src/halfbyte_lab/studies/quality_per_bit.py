@@ -219,7 +219,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
             on_front = {id(r) for r in front([r for r in points if r.op == QUALITY])}
             dots = [charts.Point(r.formats * (id(r) in on_front), r.bits or 0.0, r.error or 0.0, _method(r)) for r in points]
             label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
-            figures.append(charts.scatter(dots, x_label=label, y_label="mean KL divergence, nats", title=title, log_y=True))
+            figures.append(charts.divergence(dots, x_label=label, title=title))
     return figures
 
 

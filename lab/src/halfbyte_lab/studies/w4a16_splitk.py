@@ -237,7 +237,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     if not by_kernel:
         return []
     title = "Gain of the best split-K or stream-K over data-parallel tiles"
-    figures = [charts.panels(by_kernel, x_label="N = K", y_label="times data-parallel", title=title, columns=2)]
+    figures = [charts.panels(by_kernel, x_label="N = K", y_label="times data-parallel", title=title, columns=2, line=1.0)]
     if lines := _by_splits(measured):
         title = "The published kernel, M = 1: time by splits over that of 4 splits"
         figures.append(charts.curves(lines, x_label="splits", y_label="times 4 splits", title=title))
