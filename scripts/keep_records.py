@@ -16,7 +16,7 @@ from typing import Any
 import make_tables as tables
 from docgen import crossovers
 
-from halfbyte_lab.cases import linear_targets, targets
+from halfbyte_lab.cases import experts_cases, linear_targets, targets
 from halfbyte_lab.measure import compare
 from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
@@ -36,6 +36,7 @@ def kept(measured: Sequence[Record]) -> Iterator[Record]:
     for name in QUESTIONS:
         yield from compare.latest([r for r in measured if r.study == name])
     yield from (r for r in measured if r.study == BASELINES_MARK)
+    yield from compare.latest([r for r in measured if r.op in experts_cases.OPS])
 
 
 def line(record: Record, before: Record | None) -> str:

@@ -65,6 +65,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "linear bars": tables.linear_verdicts,
         "quoted": tables.quoted_figures,
     },
+    "docs/performance/experts.md": {"experts": performance.experts},
     "docs/start/install.md": {"first hour": first_hour.table},
     "docs/performance/cpu.md": {"speed": tables.speed},
     "docs/performance/comparisons.md": {"losses": performance.losses, "libraries": performance.libraries},

@@ -9,7 +9,7 @@ from typing import Any
 
 from docgen.first_hour import latest
 from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, tables
-from docgen.summary import find, speedup
+from docgen.summary import alone, find, speedup
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 
 
@@ -24,8 +24,8 @@ def _span(values: Iterable[float], digits: int, unit: str) -> str:
 
 def _roofline(formats: str) -> str:
     """Share of the read roofline in the cases of the README's chart."""
-    shares = (100 * (find(attention(), f"batch {batch} x 8,192", formats).roof_share or 0.0) for batch in (32, 128, 512))
-    return _span(shares, 0, " %")
+    measured = (find(attention(), f"batch {batch} x 8,192", formats) for batch in (32, 128, 512))
+    return _span((100 * (r.roof_share or 0.0) * (r.seconds or 0.0) / alone(r) for r in measured), 0, " %")
 
 
 def _many_rows(rows: int) -> str:

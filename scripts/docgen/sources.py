@@ -12,6 +12,7 @@ import make_tables as tables
 from halfbyte.formats import key_format
 from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import KEYS, VALUES, WEIGHTS
+from halfbyte_lab.cases import experts_cases
 from halfbyte_lab.measure.chart_style import DARK, LIGHT, css
 from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
@@ -28,6 +29,7 @@ __all__ = [
     "KEYS",
     "LIGHT",
     "MEAN_GAIN",
+    "OF_EXPERTS",
     "OPS",
     "OURS",
     "PEAK_GAIN",
@@ -58,6 +60,8 @@ DATA = ROOT / "src" / "halfbyte" / "data"
 OPS = {True: QUALITY, False: OF_WEIGHTS}
 #: Operations that time decode attention of one new token, alone.
 ATTENTION_OPS = ("decode_attention", int4_gqa.OP, int8_granularity.OP)
+#: Operations of mixtures of experts.
+OF_EXPERTS = experts_cases.OPS
 #: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is compared with.
 OURS = "halfbyte auto"
 

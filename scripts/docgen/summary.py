@@ -50,14 +50,19 @@ def find(measured: Sequence[Record], case: str, formats: str) -> Record:
     return found
 
 
+def alone(r: Record) -> float:
+    """Seconds of a call whose launches overlap no other's, as those of 16 bits are timed."""
+    return float(r.alone or r.seconds or 1.0)
+
+
 def speedup(r: Record) -> float:
-    """Time of the fastest 16-bit kernel of the same run over ours."""
-    return float((r.peer_seconds or 0.0) / (r.seconds or 1.0))
+    """Time of the fastest 16-bit kernel of the same run over ours, both alone."""
+    return float((r.peer_seconds or 0.0) / alone(r))
 
 
 def _cells(r: Record) -> tuple[str, ...]:
-    bf16 = f"{1e6 * (r.peer_seconds or 0.0):.1f} us"
-    return f"{1e6 * (r.seconds or 0.0):.1f} us", bf16, f"**{speedup(r):.2f}x**", f"{100 * (r.roof_share or 0.0):.0f} %"
+    bf16, share = f"{1e6 * (r.peer_seconds or 0.0):.1f} us", 100 * (r.roof_share or 0.0) * (r.seconds or 0.0) / alone(r)
+    return f"{1e6 * alone(r):.1f} us", bf16, f"**{speedup(r):.2f}x**", f"{share:.0f} %"
 
 
 def results() -> str:

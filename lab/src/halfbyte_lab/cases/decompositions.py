@@ -17,7 +17,7 @@ from halfbyte.device import Device, resident_blocks
 from halfbyte.errors import Unsupported
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearProblem
-from halfbyte.settings import interpreted, pair_launches
+from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
 
 Kind = Literal["data-parallel", "split-k", "stream-k"]
@@ -114,7 +114,9 @@ class Halfbyte:
         from halfbyte.kernels.linear.ring import weights_of
 
         n, k = stored[0].shape
-        plan = gluon_linear(LinearProblem(((stored[0].format, n),), x.shape[0], k, "bf16"), device.gpu, pair_launches())
+        plan = gluon_linear(
+            LinearProblem(((stored[0].format, n),), x.shape[0], k, "bf16"), device.gpu, False
+        )  # as the others: alone
         if isinstance(plan, str):
             raise Unsupported(plan)
         slots = device.gpu.num_sms * plan.programs_per_sm

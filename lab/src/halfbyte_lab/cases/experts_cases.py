@@ -30,6 +30,8 @@ from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.timing import NOT_CAPTURED, Work, fixed_threads, is_cold
 from halfbyte_lab.measure.trials import Outcome, Trial, one_by_one, reason
 
+#: One projection, and both in one call.
+OPS = ("experts_linear", "experts_mlp")
 TOKENS, PROMPTS = (1, 4, 16, 64), (512, 2048, 8192)
 #: Shares of the roofline by number of tokens; how many times faster than Triton's kernel those are, and a prompt than 16 bits.
 BARS, TRITON_BAR, PROMPT_BAR = {1: 0.85, 4: 0.85, 16: 0.7}, 1.5, 1.0
@@ -80,7 +82,7 @@ class ProjectionJob:
     layer: Layer
     down: bool
     impls: tuple[str, ...]
-    op: str = "experts_linear"
+    op: str = OPS[0]
 
     @property
     def name(self) -> str:
@@ -167,7 +169,7 @@ class PromptJob:
     """Both projections of a layer over prompts: in one call, in two, and in 16 bits, which sorts the pairs once, too."""
 
     layer: Layer
-    op: str = "experts_mlp"
+    op: str = OPS[1]
 
     @property
     def name(self) -> str:

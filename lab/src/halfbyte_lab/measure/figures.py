@@ -116,8 +116,8 @@ def times_16_bit(measured: Sequence[Record], r: Record) -> float | None:
     """How many times faster a record is than the fastest 16-bit one of its case in the same run; None without either."""
     if not r.seconds or r.formats in SIXTEEN:
         return None
-    if r.peer_seconds and r.op in ("decode_attention", "linear"):
-        return r.peer_seconds / r.seconds
+    if r.peer_seconds and r.op in ("decode_attention", "linear"):  # alone, as its peers are timed
+        return r.peer_seconds / (r.alone or r.seconds)
     beside = [
         other.seconds
         for other in measured

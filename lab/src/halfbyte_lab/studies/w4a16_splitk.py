@@ -26,7 +26,7 @@ from halfbyte_lab.cases.linear_baselines import judged_loosely
 from halfbyte_lab.cases.linear_targets import INT4, LAYERS
 from halfbyte_lab.cases.targets import Target, judge, verdict_text
 from halfbyte_lab.measure import charts
-from halfbyte_lab.measure.linear import copies_of
+from halfbyte_lab.measure.linear import copies_of, promise
 from halfbyte_lab.measure.records import Record, with_timing
 from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.tables import Table, us
@@ -93,10 +93,14 @@ class SizeJob:
             w = torch.randn(self.n, self.k, generator=generator, device=device).mul_(self.k**-0.5)
             weights, zeros = (_rotation(session, halfbyte.quantize(w, name)) for name in (INT4, ZEROS))
             layouts = {name: kernel.store(weights) for name, kernel in KERNELS.items()}
-            right, same = (judged_loosely(rotation[0].dequantize(), x) for rotation in (weights, zeros))
+            right, same = (promise(x, rotation[0].dequantize) for rotation in (weights, zeros))
+            theirs = judged_loosely(weights[0].dequantize(), x)  # its sums are of fp16
             for m in rows:
                 forms = _forms(session, weights, layouts, x[:m])
-                trials = {name: Trial(name, Work(form.calls, paired=False), one_by_one(right)) for name, form in forms.items()}
+                judges = {name: theirs if name.startswith("published") else right for name in forms}
+                trials = {
+                    name: Trial(name, Work(form.calls, paired=False), one_by_one(judges[name])) for name, form in forms.items()
+                }
                 calls = [partial(halfbyte.linear, x[:m].half(), weight) for weight in zeros]
                 forms[SAME], trials[SAME] = Form(calls, 0, 1), Trial(SAME, Work(calls, paired=False), one_by_one(same))
                 yield from self._case(session, weights, forms, trials, m)
