@@ -81,7 +81,7 @@ def experts() -> str:
     return "\n\n".join(told)
 
 
-EXPERTS_HEADERS = (
+EXPERTS_HEADERS = ("mixture", "format", "halfbyte", "of roofline", "triton_kernels", "16 bits", "x 16 bits", "x triton_kernels")
     "mixture",
     "format",
     "halfbyte",
