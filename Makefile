@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow-test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study evidence lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test slow-test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study gpt2 evidence lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -124,6 +124,10 @@ study: $(VENV)/.ready-hf  ## one study with NAME=...; without a name they are li
 # The model is a GGUF file in a package, which transformers expands with two packages more. What the file holds is not measured again.
 evidence: $(VENV)/.ready-gguf  ## what formats cost a real model: fetches it and its texts by name from the Python index, for hours on a CPU
 	$(BIN)/python -m halfbyte_lab study evidence --output results/cpu.jsonl
+
+GPT2 ?= gpt2
+gpt2: $(VENV)/.ready-hf  ## extract a GPT-2 layer (GPT2=FOLDER or Hub id), evaluate four projection variants on it, plots in build/gpt2
+	$(BIN)/python -m halfbyte_lab evaluate $(GPT2) build/gpt2
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .

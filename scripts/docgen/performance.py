@@ -82,22 +82,13 @@ def experts() -> str:
 
 
 EXPERTS_HEADERS = ("mixture", "format", "halfbyte", "of roofline", "triton_kernels", "16 bits", "x 16 bits", "x triton_kernels")
-    "mixture",
-    "format",
-    "halfbyte",
-    "of roofline",
-    "triton_kernels, MXFP4",
-    "16 bits",
-    "x 16 bits",
-    "x triton_kernels",
-)
 
 
 def _beside_peers(r: Record, same: Sequence[Record]) -> tuple[str, ...]:
     triton = min((p.seconds for p in same if p.implementation.startswith("triton_kernels") and p.seconds), default=None)
     plain = next((p.seconds for p in same if p.formats == "bf16"), None)
     share = f"{100 * r.roof_share:.0f} %" if r.roof_share else ""
-    times = (tables.tables.us(seconds) + " us" if seconds else "" for seconds in (r.seconds, triton, plain))
+    times = (f"{1e6 * seconds:.1f} us" if seconds else "" for seconds in (r.seconds, triton, plain))
     ours, theirs, full = times
     faster = (f"{base / r.seconds:.2f}x" if base and r.seconds else "" for base in (plain, triton))
     return r.case, f"`{r.formats}`", ours, share, theirs, full, *faster

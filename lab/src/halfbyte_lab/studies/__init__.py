@@ -31,7 +31,7 @@ QUESTIONS = {
     "engines": "append and attention of an engine's step over packed pages: against vLLM's kernels, decode_attention and 16 bits",
     "capacity": "tokens a second and GPU time with the largest batch that fits, by context and KV format; Llama 2 70B on 8 GPUs",
     "step": "a decode step of whole models through generate(): tokens a second, and where its time goes, launch by launch",
-    "decode-70b": "a decode step of Llama 2 70B on 2 to 8 GPUs and of one rank: BF16 and INT4 caches by batch and context",
+    "decode-70b": "a decode step of Llama 2 70B on 2 and 4 GPUs and of one rank of 8: BF16 and INT4 caches by batch and context",
 }
 
 

@@ -1,4 +1,4 @@
-"""Study `decode-70b`: a decode step of Llama 2 70B on 2 to 8 GPUs, and of one of eight ranks, by batch and context.
+"""Study `decode-70b`: a decode step of Llama 2 70B on 2 and 4 GPUs, and of one of eight ranks, by batch and context.
 
 The published end-to-end figure: eight ranks with 8 query heads on 1 KV head each, 80 layers, the feed-forward in FP8, batch 1 to
 256, 2K to 16K tokens. Weights are random. "on 4": all layers and the all-reduce, where there are as many GPUs; `whole_model` says

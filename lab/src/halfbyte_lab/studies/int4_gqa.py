@@ -33,7 +33,19 @@ from halfbyte_lab.measure.session import Candidate, Case, Job, Session
 from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS
 from halfbyte_lab.studies import Study
-from halfbyte_lab.studies.published_gqa import BASELINE, BATCHES, BEFORE, CONTEXT, DIM, KV_HEADS, QUERY_HEADS, TIMES, published
+from halfbyte_lab.studies.published_gqa import (
+    BASELINE,
+    BATCHES,
+    BEFORE,
+    CONTEXT,
+    DIM,
+    KV_HEADS,
+    QUERY_HEADS,
+    RATES,
+    RATES_BEFORE,
+    TIMES,
+    published,
+)
 
 OP = "gqa study"
 #: The peer that compiles for each batch.
@@ -165,7 +177,7 @@ HEADERS = (
     "of roofline",
     "FLOP/byte",
     "x 16-bit",
-    *(f"{gpu} published, {what}" for gpu in TIMES for what in ("us", "us before", "GB/s")),
+    *(f"{gpu} published, {what}" for gpu in TIMES for what in ("us", "us before", "GB/s", "GB/s before", "GB/s at our bytes")),
     f"x {BASELINE}",
 )
 #: The published kernel that each of ours is nearest to.
@@ -229,10 +241,10 @@ def _row(r: Record, sixteen: Record | None) -> tuple[str, ...]:
     )
 
 
-def _published_cells(gpu: str, kernel: str, r: Record) -> tuple[str, str, str]:
-    """Microseconds after the optimisations and before them, and the bytes of our case a second in the former."""
-    after, before = published(gpu, kernel, _shape(r)), published(gpu, kernel, _shape(r), BEFORE)
-    return str(after or ""), str(before or ""), f"{r.nbytes / after / 1e3:,.0f}" if after else ""
+def _published_cells(gpu: str, kernel: str, r: Record) -> tuple[str, ...]:
+    """Microseconds after the optimisations and before, GB/s of both as printed, and GB/s of our bytes in the first time."""
+    after, *others = (published(gpu, kernel, _shape(r), times) for times in (TIMES, BEFORE, RATES, RATES_BEFORE))
+    return *(f"{figure:,}" if figure else "" for figure in (after, *others)), f"{r.nbytes / after / 1e3:,.0f}" if after else ""
 
 
 def _splits(r: Record) -> str:

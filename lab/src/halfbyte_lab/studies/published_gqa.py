@@ -89,6 +89,27 @@ BEFORE: Times = {
         "CU INT4": _by_batch(96, 162, 294, 558, 1066),
     },
 }
+#: "Effective bandwidth" in GB/s of the times above, as it was printed (Table 19), and of those before.
+RATES: Times = {
+    "A100": {
+        "FD BF16": _by_batch(965, 1097, 1240, 1301, 1338),
+        "FA BF16": _by_batch(1012, 1175, 968, 1100, 1287),
+        "CU BF16": _by_batch(824, 972, 1039, 1075, 1144),
+        "FD INT4": _by_batch(262, 305, 331, 351, 362),
+        "CU INT4": _by_batch(380, 475, 538, 586, 616),
+    },
+    "H100": {
+        "FD BF16": _by_batch(1481, 1815, 1982, 2087, 2150),
+        "FA BF16": _by_batch(1496, 1840, 1802, 2156, 2127),
+        "CU BF16": _by_batch(1341, 1470, 1743, 1934, 2015),
+        "FD INT4": _by_batch(511, 631, 699, 736, 757),
+        "CU INT4": _by_batch(560, 710, 844, 935, 996),
+    },
+}
+RATES_BEFORE: Times = {
+    "A100": {"CU BF16": _by_batch(736, 802, 901, 954, 980), "CU INT4": _by_batch(250, 278, 314, 331, 345)},
+    "H100": {"CU BF16": _by_batch(1178, 1345, 1487, 1634, 1706), "CU INT4": _by_batch(371, 443, 487, 513, 537)},
+}
 #: What they hold their INT4 against.
 BASELINE = "FD BF16"
 
@@ -100,6 +121,6 @@ def ladder(kernel: str, batch: int) -> list[tuple[str, float]]:
 
 
 def published(gpu: str, kernel: str, shape: DecodeShape, times: Times = TIMES) -> int | None:
-    """Microseconds on this GPU, after the optimisations or `BEFORE`; None where nothing was published."""
+    """Microseconds on this GPU after the optimisations, or another of the tables above; None where nothing was published."""
     theirs = DecodeShape(shape.batch, QUERY_HEADS, KV_HEADS, DIM, CONTEXT)
     return times[gpu].get(kernel, {}).get(shape.batch) if shape == theirs else None
