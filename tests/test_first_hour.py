@@ -40,6 +40,7 @@ HALFBYTE = [sys.executable, "-m", "halfbyte"]
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "first-hour"
 INDEX, ENGINES, CHECKPOINTS = "docs/index.md", "docs/guides/engines.md", "docs/guides/checkpoints.md"
+SERVE = "docs/guides/vllm.md"
 HERE = "127.0.0.1"
 #: Python of vLLM's environment.
 VLLM = ROOT / ".venv-engine" / "bin" / "python"
@@ -234,11 +235,11 @@ def test_a_folder_quantized_and_served(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind((HERE, 0))
         port = str(s.getsockname()[1])
-    serve = [str(VLLM), *shown(ENGINES, "python -m vllm.entrypoints")[1:], *shown(ENGINES, "vllm serve FOLDER")[2:], "--port", port]
-    ask = [word.replace("8000", port) for word in shown(ENGINES, "curl localhost")]
+    serve = [str(VLLM), *shown(SERVE, "python -m vllm.entrypoints")[1:], *shown(SERVE, "vllm serve FOLDER")[2:], "--port", port]
+    ask = [word.replace("8000", port) for word in shown(SERVE, "curl localhost")]
     options = {"cwd": tmp_path, "env": {**os.environ, **ENVIRONMENT}}
-    with timed("quantize a folder and serve it", INDEX, ENGINES), (tmp_path / "log").open("w") as log:
-        step(tmp_path, *["demo" if word == "MODEL" else word for word in shown(ENGINES, "halfbyte quantize MODEL")[1:]])
+    with timed("quantize a folder and serve it", INDEX, SERVE), (tmp_path / "log").open("w") as log:
+        step(tmp_path, *["demo" if word == "MODEL" else word for word in shown(SERVE, "halfbyte quantize MODEL")[1:]])
         with subprocess.Popen(serve, stdout=log, stderr=log, start_new_session=True, **options) as server:
             try:
                 until_it_answers(server, f"http://{HERE}:{port}/health")
