@@ -193,7 +193,7 @@ _CSS = """
     --accent: #8db6e8; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 var(--font); -webkit-text-size-adjust: 100%; }
-main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+main { max-width: 84rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 header { border-bottom: 1px solid var(--line); margin-bottom: 1.5rem; padding-bottom: .75rem; }
 h1 { font-size: 1.75rem; line-height: 1.2; letter-spacing: -.01em; margin: 0 0 .35rem; }
 h2 { font-size: 1.2rem; line-height: 1.3; margin: 2.5rem 0 .5rem; }
@@ -244,7 +244,7 @@ tbody tr:hover td { background: var(--panel); }
 .chart svg { display: block; width: 100%; min-width: 30rem; max-width: 48rem; height: auto; }
 pre { margin: 0; padding: .8rem 1rem; background: var(--panel); border-radius: 8px; overflow-x: auto;
   font: .8125rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-@media (max-width: 40rem) { main { padding: 1.5rem 1rem 3rem; } h1 { font-size: 1.45rem; } .facts dd { font-size: 1.05rem; }
+@media (max-width: 40rem) { .chart svg { min-width: 0; } main { padding: 1.5rem 1rem 3rem; } h1 { font-size: 1.45rem; } .facts dd { font-size: 1.05rem; }
   th button, td { padding: .4rem .5rem; } td { font-size: .8125rem; } th:first-child { min-width: 7rem; }
   td:first-child { max-width: 45vw; white-space: normal; min-width: 7rem; } }
 @media print { .chart svg { max-width: 100%; }

@@ -107,7 +107,8 @@ def plain_logs(ax: Any) -> None:
         if not isinstance(axis.get_major_locator(), FixedLocator):
             low, high = axis.get_view_interval()
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high > 5 * low else MaxNLocator(5))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            text = "{:.0e}" if 0 < low < 1e-3 else "{:,g}"  # all ticks of an axis in one way
+            axis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text.format(value)))
 
 
 def frame(ax: Any, x_label: str, y_label: str, legend: bool) -> None:
