@@ -244,7 +244,8 @@ tbody tr:hover td { background: var(--panel); }
 .chart svg { display: block; width: 100%; min-width: 30rem; max-width: 48rem; height: auto; }
 pre { margin: 0; padding: .8rem 1rem; background: var(--panel); border-radius: 8px; overflow-x: auto;
   font: .8125rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-@media (max-width: 40rem) { .chart svg { min-width: 0; } main { padding: 1.5rem 1rem 3rem; } h1 { font-size: 1.45rem; } .facts dd { font-size: 1.05rem; }
+@media (max-width: 40rem) { .chart svg { min-width: 0; }
+  main { padding: 1.5rem 1rem 3rem; } h1 { font-size: 1.45rem; } .facts dd { font-size: 1.05rem; }
   th button, td { padding: .4rem .5rem; } td { font-size: .8125rem; } th:first-child { min-width: 7rem; }
   td:first-child { max-width: 45vw; white-space: normal; min-width: 7rem; } }
 @media print { .chart svg { max-width: 100%; }
