@@ -15,6 +15,9 @@ from halfbyte.errors import InvalidArgument, check
 #: of the shipped model and its outlier variants at about 4.5 bits a weight and 6.5 bits an element of the cache
 #: (docs/performance/quality-per-bit.md). Unclipped, nvfp4 has more than nf4.
 WEIGHTS, CLIP, KEYS, VALUES = "nvfp4", "search", "int4_channel", "int8"
+#: Weights of a model on a CPU, where none are named: they have the same divergence at 4.75 bits, and a GEMM takes less time
+#: (docs/performance/cpu.md), as does the search for their clips.
+CPU_WEIGHTS = "int4_g32"
 
 #: 16-bit types of what is not quantized; the first where none is named on the command line.
 HALVES = ("bf16", "fp16")

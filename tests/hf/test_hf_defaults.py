@@ -16,7 +16,7 @@ from halfbyte.formats import weight_format
 from halfbyte.hf import quantize_model
 from halfbyte.hf.default_cache import cache_settings
 from halfbyte.nn import FusedProjections, QuantLinear
-from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
+from halfbyte.settings import CLIP, CPU_WEIGHTS, KEYS, VALUES, WEIGHTS
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
 
 
@@ -32,9 +32,17 @@ def cache(model):
 
 def test_a_model_alone_gets_the_best_of_both(build, prompt, greedy):
     model = hf.quantize(build("llama"))
-    assert (weights(model), cache(model)) == ({WEIGHTS}, (KEYS, VALUES))
-    named = hf.quantize(build("llama"), WEIGHTS, KEYS, VALUES, clip=CLIP)
+    assert (weights(model), cache(model)) == ({CPU_WEIGHTS}, (KEYS, VALUES))
+    named = hf.quantize(build("llama"), CPU_WEIGHTS, KEYS, VALUES, clip=CLIP)
     assert torch.equal(greedy(model, prompt())[1], greedy(named, prompt())[1])
+
+
+def test_what_nobody_named_is_told_in_a_line(build, capsys):
+    hf.quantize(build("llama"))
+    line = f"no format was named; weights become {CPU_WEIGHTS}, for a CPU, and the cache has {KEYS} keys and {VALUES} values\n"
+    assert line in capsys.readouterr().err
+    hf.quantize(build("llama"), CPU_WEIGHTS)
+    assert "no format was named" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -44,8 +52,8 @@ def test_a_model_alone_gets_the_best_of_both(build, prompt, greedy):
         ({"keys": "int8"}, (set(), ("int8", "bf16"))),
         ({"values": "int8"}, (set(), ("bf16", "int8"))),
         ({"keys": ["int8", "int4"], "values": "int8"}, (set(), (("int8", "int4"), "int8"))),
-        ({"skip_layers": [0]}, ({WEIGHTS}, (KEYS, VALUES))),
-        ({"skip_modules": ["self_attn", "lm_head"]}, ({WEIGHTS}, (KEYS, VALUES))),
+        ({"skip_layers": [0]}, ({CPU_WEIGHTS}, (KEYS, VALUES))),
+        ({"skip_modules": ["self_attn", "lm_head"]}, ({CPU_WEIGHTS}, (KEYS, VALUES))),
     ],
 )
 def test_one_side_alone_leaves_the_other(build, options, expected):
@@ -60,7 +68,7 @@ def test_weights_that_are_quantized_stay(build, tmp_path):
     assert any(isinstance(m, FusedProjections) for m in model.modules())
     hf.quantize(model)
     assert cache(model) == (KEYS, VALUES)
-    assert not any(p.format.name == WEIGHTS for m in model.modules() if isinstance(m, QuantLinear) for p in [m.weight])
+    assert not any(p.format.name == CPU_WEIGHTS for m in model.modules() if isinstance(m, QuantLinear) for p in [m.weight])
     loaded = hf.quantize(hf.load(hf.save(hf.quantize(build("llama"), weights="nf4"), tmp_path / "saved")))
     assert (weights(loaded), cache(loaded)) == ({"nf4"}, (KEYS, VALUES))
     other = build("llama")
@@ -69,7 +77,7 @@ def test_weights_that_are_quantized_stay(build, tmp_path):
 
 
 def test_default_weights_that_do_not_divide_a_layer_fall_to_the_nearest(build, monkeypatch, prompt, greedy, tmp_path):
-    monkeypatch.setattr(quantize_model, "WEIGHTS", "int4_g128")  # hidden_size is 64
+    monkeypatch.setattr(quantize_model, "CPU_WEIGHTS", "int4_g128")  # hidden_size is 64
     with pytest.warns(UserWarning, match=r"int4_g128 does not divide \d+ of \d+ weights, which are quantized \d+ to int4_g\d+"):
         model = hf.quantize(build("llama"))
     widths = {m.weight.shape[-1]: m.weight.format.name for m in model.modules() if isinstance(m, QuantLinear)}

@@ -36,7 +36,7 @@ from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
-from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
+from halfbyte.settings import CLIP, CPU_WEIGHTS, KEYS, VALUES, WEIGHTS
 
 P = ParamSpec("P")
 ModelT = TypeVar("ModelT")
@@ -121,8 +121,8 @@ def quantize(
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
-    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4 with clip="search", unless
-    they are quantized already, and a cache of int4_channel keys and int8 values.
+    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4 (on a CPU to int4_g32) with
+    clip="search", unless they are quantized already, and a cache of int4_channel keys and int8 values.
 
     weights        weight format of the linear layers and the experts in the transformer blocks; None: unchanged. Embeddings, norms
                    and routers are not quantized
@@ -147,6 +147,8 @@ def quantize(
     On an error the model is unchanged.
     """
     job = Quantization(model, {name: option for name, option in locals().items() if name != "model"})
+    if job.takes_defaults and logging.is_progress_bar_enabled():
+        print(f"halfbyte: no format was named; {job.defaults()}", file=sys.stderr, flush=True)
     job.quantize_weights()
     job.finish()
     return model
@@ -161,6 +163,9 @@ class Quantization:
     cache     None where the cache stays transformers' own
     rotated   (v_proj, o_proj) of layers that a rotation of values is folded into
     """
+
+    #: Whether no format was named.
+    takes_defaults = False
 
     def __init__(self, model: Any, options: Mapping[str, Any], *, loading: bool = False) -> None:
         """loading: the model is empty, and its weights are about to be read."""
@@ -192,6 +197,14 @@ class Quantization:
             self._rotate_values(loading)
         if self.cache is not None:
             check_key_bias(self.decoder, self.keys, self.rotations)
+
+    def defaults(self) -> str:
+        """The formats that are taken where none is named, in words."""
+        weights, keys, values = (self.options[name] for name in ("weights", "keys", "values"))
+        kept = (
+            "weights stay as they are" if weights is None else f"weights become {weights}, for a {self.model.device.type.upper()}"
+        )
+        return f"{kept}, and the cache has {keys} keys and {values} values"
 
     def quantize_weights(self) -> None:
         """Fold the rotation, then quantize the weights: all, or, on any error, none."""
@@ -237,7 +250,9 @@ class Quantization:
         has_formats = any(every[name] is not None for name in ("weights", "keys", "values", "plan", "lm_head"))
         if not (has_formats or every["rotate_values"] or fuses):
             every |= {"keys": KEYS, "values": VALUES}
-            every |= {} if packed or _held_quantizer(self.model) else {"weights": WEIGHTS, "clip": CLIP}
+            weights = CPU_WEIGHTS if self.model.device.type == "cpu" else WEIGHTS
+            every |= {} if packed or _held_quantizer(self.model) else {"weights": weights, "clip": CLIP}
+            self.takes_defaults = True
         for name in ("fuse_qkv", "fuse_gate_up"):
             fits = not every[name] or packed or every["weights"] is not None
             check(fits, f"{name}=True needs quantized weights; pass weights= as well")
