@@ -268,9 +268,9 @@ def quantize(
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
-    With MODEL, 16-bit weights are quantized to --weights, --lm-head or both; without either, as by hf.quantize(model) on a GPU. With --from
-    DIR, a checkpoint of another library is converted (docs/guides/checkpoints.md); --lm-head may then quantize its output layer,
-    and --dtype defaults to the type in the files. Otherwise it defaults to bf16.
+    With MODEL, 16-bit weights are quantized to --weights, --lm-head or both; without either, as by hf.quantize(model) on a GPU.
+    With --from DIR, a checkpoint of another library is converted (docs/guides/checkpoints.md); --lm-head may then quantize its
+    output layer, and --dtype defaults to the type in the files. Otherwise it defaults to bf16.
     """
     check_new_folder(output)  # before the seconds that imports take
     import torch
