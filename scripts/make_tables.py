@@ -13,6 +13,7 @@ from typing import Any
 
 from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
 from halfbyte.evals.legend import HEADERS, format_rows
+from halfbyte.settings import HALVES
 from halfbyte_lab import studies
 from halfbyte_lab.cases import linear_baselines, linear_targets, literature, qkv_cases, targets
 from halfbyte_lab.measure import charts, compare, records, tables
@@ -95,8 +96,9 @@ def speed() -> str:
             groups.setdefault((record["op"], case), []).append(record)
     rows: list[tuple[str, ...]] = []
     for (op, case), found in groups.items():
-        peer = min((r for r in found if r["implementation"].startswith("torch")), key=lambda r: r["seconds"])
-        ours = sorted((r for r in found if not r["implementation"].startswith("torch")), key=lambda r: r["formats"])
+        peer = min((r for r in found if r["formats"] in HALVES), key=lambda r: r["seconds"])
+        packed = {(r["formats"], r["implementation"]): r for r in found if r["formats"] not in HALVES}
+        ours = [r for _, r in sorted(packed.items())]
         rows += [(op.replace("_", " "), case, *_speed_cells(r, peer)) for r in [peer, *ours]]
     return markdown(("op", "shape", "format", "by", "time", "x the time of 16 bits", "bytes"), rows)
 

@@ -11,6 +11,7 @@ from docgen.first_hour import latest
 from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, tables
 from docgen.summary import alone, find, speedup
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+from halfbyte.settings import HALVES
 
 
 def _span(values: Iterable[float], digits: int, unit: str) -> str:
@@ -65,8 +66,8 @@ def _cpu_slowdown(op: str) -> str:
     """How many times as long as torch's fastest 16-bit operator halfbyte takes on a CPU."""
     ratios = []
     for same in _cpu_times(op):
-        best = min(r["seconds"] for r in same if r["implementation"].startswith("torch"))
-        ratios += [r["seconds"] / best for r in same if not r["implementation"].startswith("torch")]
+        best = min(r["seconds"] for r in same if r["formats"] in HALVES)
+        ratios += [r["seconds"] / best for r in same if r["implementation"].startswith("halfbyte")]
     return _span(ratios, 1, "x")
 
 

@@ -247,10 +247,11 @@ def test_linear_measures_every_contender() -> None:
     measured = s.run(linear.cases(s, [linear.LinearShape(2, 64, 128)], ["nf4", "int8_col"]))
     assert [(r.implementation, r.formats, bool(r.seconds), r.refused) for r in measured] == [
         ("torch linear", "bf16", True, ""),
+        ("torch linear", "fp16", True, ""),
         ("halfbyte cpu", "nf4", True, ""),
         ("halfbyte cpu", "int8_col", True, ""),
     ]
-    assert measured[1].nbytes == 64 * 64 + 4 * 64 * 2 + 2 * (2 * 128 + 2 * 64)
+    assert measured[2].nbytes == 64 * 64 + 4 * 64 * 2 + 2 * (2 * 128 + 2 * 64)
 
 
 def test_the_target_of_the_foundation_is_a_default_case() -> None:

@@ -22,10 +22,11 @@ ATTENTION_FORMATS, LINEAR_FORMATS = ("int8", "int4"), (INT4, "nf4")
 
 
 def jobs(session: Session) -> list[Case]:
-    """One case of attention and two of a linear layer, small on a CPU."""
+    """One case of attention, small on a CPU, and two of a linear layer."""
     gpu = session.device.kind == "cuda"
     attention = DecodeShape(8, 32, 8, 128, 8192) if gpu else DecodeShape(1, 8, 2, 64, 1024)
-    products = [LinearShape(m, 8192, 8192) for m in (1, 16)] if gpu else [LinearShape(1, 1024, 1024)]
+    size = 8192 if gpu else 1024 if session.options.quick else 4096
+    products = [LinearShape(m, size, size) for m in (1, 16)]
     return [
         Case("decode_attention", str(attention), attention.sizes, partial(_attention, session, attention)),
         *(Case("linear", str(shape), shape.sizes, partial(_linear, session, shape)) for shape in products),

@@ -40,19 +40,22 @@ class LinearShape:
 
 
 DEFAULT_SHAPES = (LinearShape(1, 4096, 4096), LinearShape(16, 4096, 4096))
+CPU_SHAPES = tuple(LinearShape(m, n, 4096) for n in (4096, 14336) for m in (1, 4, 16, 512))
 QUICK_SHAPES = (LinearShape(1, 2048, 2048),)
 DEFAULT_FORMATS = ("int8_col", "int4_g128", "nf4", "mxfp4")
+CPU_FORMATS = (*DEFAULT_FORMATS, "int4_g32", "nvfp4")
 
 
 def cases(
     session: Session, shapes: Sequence[LinearShape] = (), formats: Sequence[str] = (), impls: Sequence[str] = ()
 ) -> list[Case]:
     """One case for each shape; its candidates are made when it is measured. What is not chosen is that of the default cases."""
-    shapes = shapes or (QUICK_SHAPES if session.options.quick else DEFAULT_SHAPES)
-    formats = formats or DEFAULT_FORMATS
+    is_cpu = session.device.kind == "cpu"
+    shapes = shapes or (QUICK_SHAPES if session.options.quick else CPU_SHAPES if is_cpu else DEFAULT_SHAPES)
+    formats = formats or (CPU_FORMATS if is_cpu else DEFAULT_FORMATS)
     for name in formats:
         weight_format(name, "formats")
-    impls = impls or (("cpu",) if session.device.kind == "cpu" else ("auto",))
+    impls = impls or (("cpu",) if is_cpu else ("auto",))
     for impl in impls:
         plan("linear", impl, session.device.kind)
 
@@ -63,9 +66,10 @@ def cases(
 
 
 def candidates(session: Session, shape: LinearShape, formats: Sequence[str], impls: Sequence[str]) -> list[Candidate]:
-    """torch's linear in bf16, then each format with each implementation."""
+    """torch's linear in bf16, on a CPU in fp16 as well, which is faster at M = 1; then each format with each implementation."""
     x, w = inputs(shape, session.device.torch)
-    return [_peer(session, x, w.bfloat16())] + [
+    halves = (torch.bfloat16, torch.float16) if session.device.kind == "cpu" else (torch.bfloat16,)
+    return [_peer(session, x.to(half), w.to(half)) for half in halves] + [
         _ours(session, x, w, name, impl) for name, impl in itertools.product(formats, impls)
     ]
 
@@ -80,7 +84,7 @@ def inputs(shape: LinearShape, device: torch.device) -> tuple[torch.Tensor, torc
 def _peer(session: Session, x: torch.Tensor, w: torch.Tensor) -> Candidate:
     nbytes = w.nbytes + _activations(x, w.shape[0])
     fns = [lambda w=w: F.linear(x, w) for w in [w, *(w.clone() for _ in range(session.copies(nbytes) - 1))]]
-    return Candidate("torch linear", "bf16", nbytes, fns, promise(x, lambda: w.float()))
+    return Candidate("torch linear", "bf16" if w.dtype is torch.bfloat16 else "fp16", nbytes, fns, promise(x, lambda: w.float()))
 
 
 def _ours(session: Session, x: torch.Tensor, w: torch.Tensor, name: str, impl: str) -> Candidate:
