@@ -81,10 +81,12 @@ def test_tokens_that_fit(llama: str) -> None:
     assert estimate(llama).tokens_that_fit is None
 
 
-def test_sliding_layers_are_counted_in_full_and_said(tmp_path: Path) -> None:
-    found = estimate(folder(tmp_path, "gemma2", sliding_window=16), context=1024, keys="int8")
-    assert found.kv_bytes_per_token == estimate(str(tmp_path), context=64, keys="int8").kv_bytes_per_token
-    assert any("sliding-window" in note for note in found.notes)
+def test_sliding_layers_are_counted_at_what_they_keep(tmp_path: Path) -> None:
+    model = folder(tmp_path, "gemma2", sliding_window=16)
+    short, long = (estimate(model, context=context, keys="int8") for context in (128, 1024))
+    assert long.kv_bytes == short.kv_bytes * (1024 + 2 * 128) // (3 * 128)  # two of three layers keep 128 tokens
+    assert long.plain_kv_bytes == short.plain_kv_bytes * (1024 + 2 * 16) // (128 + 2 * 16)
+    assert any("keep their window and 64 to 127 tokens more" in note for note in long.notes)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "phi3"])

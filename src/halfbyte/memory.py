@@ -18,6 +18,7 @@ import torch
 
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
+from halfbyte.paging import SPARE, ring_tokens
 from halfbyte.paths import resolve_model
 from halfbyte.settings import HALVES, KEYS, VALUES
 
@@ -204,6 +205,7 @@ def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence
         kv_heads,
         layer_formats,
         layer_types,
+        layer_window,
         text_config,
     )
 
@@ -211,27 +213,28 @@ def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence
     text, kinds = text_config(config), layer_types(text_config(config))
     every = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
     holding = [layer for layer, kind in enumerate(kinds) if kind in ATTENTION]
-    layers = tuple(LayerSizes(*every[layer], kv_heads(text, layer), *head_dims(text, layer)) for layer in holding)
-    sliding = sum("sliding" in kind for kind in kinds)
-    if not sliding and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
-        sliding = len(layers)
-    states = sum(kind in STATES for kind in kinds)
-    return CacheSizes(layers, sliding, states)
+    layers = tuple(
+        LayerSizes(*every[layer], kv_heads(text, layer), *head_dims(text, layer), layer_window(text, layer)) for layer in holding
+    )
+    return CacheSizes(layers, sum(kind in STATES for kind in kinds))
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Formats and sizes of a layer that has keys and values of its own."""
+    """Formats and sizes of a layer that has keys and values of its own; `sliding`: the window of its attention."""
 
     keys: Format
     values: Format
     kv_heads: int
     key_dim: int
     value_dim: int
+    sliding: int | None = None
 
     def nbytes(self, batch: int, tokens: int, exact: int = 0) -> int:
         """Bytes, with `exact` tokens of a sequence in 16 bits as well. Per-channel keys: room for whole blocks on both sides."""
         block = self.keys.token_block or 1
+        if self.sliding is not None and "tensor" not in (self.keys.granularity, self.values.granularity):
+            tokens = min(tokens, ring_tokens(self.sliding))
         rows = (batch, self.kv_heads, math.ceil(tokens / block) * block)
         tail = block * self.key_dim if self.keys.token_block else 0
         if self.keys.is_quantized:
@@ -240,7 +243,8 @@ class LayerSizes:
         return codes + 2 * batch * self.kv_heads * tail
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
-        """Bytes in 16 bits."""
+        """Bytes in 16 bits, as engines and transformers keep them."""
+        tokens = tokens if self.sliding is None else min(tokens, self.sliding)
         return 2 * batch * self.kv_heads * tokens * (self.key_dim + self.value_dim)
 
 
@@ -248,12 +252,11 @@ class LayerSizes:
 class CacheSizes:
     """Every layer that has keys and values of its own.
 
-    sliding  layers with a sliding window; states: those with a recurrent or convolutional state
+    states   layers with a recurrent or convolutional state
     window   tokens of a sequence that layers with codes also hold in 16 bits
     """
 
     layers: tuple[LayerSizes, ...]
-    sliding: int
     states: int = 0
     window: int = 0
 
@@ -371,8 +374,8 @@ def notes(
         lines.append(f"lm_head is tied to the embedding, which stays in 16 bits: its own {lm_head} weights add {extra:,} bytes")
     if method is not None and fmt is None:
         lines.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
-    if cache.sliding:
-        lines.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
+    if sliding := sum(layer.sliding is not None for layer in cache.layers):
+        lines.append(f"{sliding} sliding-window layers keep their window and {SPARE} to {2 * SPARE - 1} tokens more")
     if cache.states:
         lines.append(f"the states of {cache.states} recurrent or convolutional layers, whose size is fixed, are not counted")
     return tuple(lines)

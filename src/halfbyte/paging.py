@@ -1,13 +1,16 @@
 """PagedKVCache: the same cache in pages from a shared pool, so that memory follows the actual lengths.
+WindowKVCache: a ring of pages for each sequence, so that memory follows the window of attention.
 
-Pages are allocated on the host. Sequences that share a prefix (beams) share its pages; a shared page is copied before one of them
-writes to it (copy on write). On a GPU only `append` with `counts`, `crop` and `reorder` synchronize. CUDA graphs and compiled code
-cannot allocate pages.
+Pages of a pool are allocated on the host. Sequences that share a prefix (beams) share its pages; a shared page is copied before
+one of them writes to it (copy on write). On a GPU only `append` with `counts`, `crop` and `reorder` synchronize. CUDA graphs and
+compiled code cannot allocate pages.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -17,7 +20,7 @@ from halfbyte.cache import KVCache
 from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
-from halfbyte.kv_buffer import AppendCall, outside_inference_mode
+from halfbyte.kv_buffer import AppendCall, KVBuffer, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.launch_cache import Signature
 
 
@@ -200,3 +203,154 @@ class PagedKVCache(KVCache):
             self._table[b, : len(self._held[b])] = torch.tensor(self._held[b], dtype=torch.int32, device="cpu")
         table = self._table.pin_memory() if self.page_table.is_cuda else self._table  # pinned, so that the copy is asynchronous
         self.page_table.copy_(table, non_blocking=True)
+
+
+#: Tokens of a page of a ring, and tokens beyond the window that a ring holds: as many can be appended, or cropped, at once.
+RING_PAGE = SPARE = 64
+#: Tokens that a recorded step may have written beyond the lengths.
+_DRAFTS = 16
+
+
+def ring_tokens(window: int) -> int:
+    """Tokens that a `WindowKVCache` holds of a sequence at most."""
+    return -(-(window + SPARE) // RING_PAGE) * RING_PAGE
+
+
+class WindowKVCache(KVCache):
+    """A `KVCache` for attention with a window: it holds the last `ring_tokens(window)` tokens of each sequence.
+
+    Page p of a sequence is page p % R of its ring of R pages, so a token takes the place of one that no query sees any more.
+    Attention must pass a window of at most `window`. A longer append is cut into parts of a ring each, and replaces what its own
+    first queries see: `prefill_attention` reads a copy from before (`select`).
+    """
+
+    page_table: torch.Tensor
+
+    def __init__(
+        self, batch: int, kv_heads: int, head_dim: int, capacity: int, *, window: int, **options: Unpack[CacheOptions]
+    ) -> None:
+        check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, window=window)
+        self.window, pages = window, -(-capacity // RING_PAGE)
+        self.ring = min(pages, ring_tokens(window) // RING_PAGE)
+        self._allocate(batch, (batch * self.ring, kv_heads, RING_PAGE), head_dim, capacity, options)
+        self._set_table(batch, pages)
+        #: The most tokens that a sequence held when it was cropped.
+        self._highest = torch.zeros_like(self.lengths)
+
+    def _set_table(self, batch: int, pages: int) -> None:
+        with outside_inference_mode():
+            number = torch.arange(pages, dtype=torch.int32, device=self.lengths.device) % self.ring
+            first = torch.arange(batch, dtype=torch.int32, device=self.lengths.device) * self.ring
+            self.page_table = first[:, None] + number
+
+    def _append(self, call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
+        """Append, a ring at a time. An error in a later part undoes the earlier ones."""
+        tokens, most = call.k.shape[2], self.ring * RING_PAGE
+        if tokens <= most:
+            return super()._append(call, signature)
+        before, rotated = [t.clone() for t in self.tensors()], []
+        try:
+            for start in range(0, tokens, most):
+                rotated.append(super()._append(_part(call, start, min(start + most, tokens)), None))
+        except BaseException:
+            for t, old in zip(self.tensors(), before, strict=True):
+                t.copy_(old)
+            raise
+        return None if call.q is None else torch.cat([q for q in rotated if q is not None], 2)
+
+    def reset(self) -> None:
+        """As `KVCache.reset`."""
+        super().reset()
+        self._highest.zero_()
+
+    def check_crop(self, length: int | torch.Tensor) -> None:
+        """Raise `Unsupported` where tokens that the newest queries would see then are gone."""
+        left = self.lengths.clamp_max(length) if isinstance(length, int) else torch.minimum(self.lengths, length)
+        gone = (left < self.lengths) & (left > 0) & (self._oldest() > (left - self.window + 1).clamp_min(0))
+        if bool(gone.any()):
+            raise Unsupported(
+                f"crop: a layer with a window of {self.window} tokens holds the last {self.ring * RING_PAGE} that it has seen, and "
+                f"attention after {int(left[gone].min())} tokens needs others; reset the cache and read the text again"
+            )
+
+    def crop(self, length: int | torch.Tensor) -> None:
+        """As `KVCache.crop`, up to about `SPARE` tokens back once the ring is full."""
+        self.check_crop(length)
+        highest = torch.maximum(self._highest, self.lengths)
+        super().crop(length)
+        self._highest.copy_(highest)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """As `KVCache.reorder`."""
+        check(len(index) == self.batch, f"index has {len(index)} entries; reorder needs {self.batch}; see select")
+        other = self.select(index)
+        with self._changing():
+            for t, new in zip(self.tensors(), other.tensors(), strict=True):
+                t.copy_(new)
+            self._highest.copy_(other._highest)
+
+    def select(self, index: torch.Tensor) -> WindowKVCache:
+        """As `KVCache.select`."""
+        index = self._index(index)
+        cache = copy.copy(self)
+        with outside_inference_mode():
+            cache.keys, cache.values = (self._selected(buffer, index) for buffer in (self.keys, self.values))
+            cache.lengths, cache._highest = self.lengths[index], self._highest[index]
+        cache._set_table(len(index), self.page_table.shape[1])
+        return cache
+
+    def grown(self, capacity: int) -> WindowKVCache:
+        """As `KVCache.grown`."""
+        pages = -(-max(capacity, self.capacity) // RING_PAGE)
+        ring = min(pages, ring_tokens(self.window) // RING_PAGE)
+        cache = copy.copy(self)
+        cache.ring, cache._version = ring, self._version
+        if ring != self.ring:  # then the ring has not gone round yet
+            with outside_inference_mode():
+                cache.keys, cache.values = (self._widened(buffer, ring) for buffer in (self.keys, self.values))
+        cache._set_table(self.batch, pages)
+        return cache
+
+    def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `KVCache.dequantized`, 0 where tokens are gone."""
+        keys, values = super().dequantized()
+        gone = torch.arange(keys.shape[2], device=keys.device)[:, None] < self._oldest()[:, None, None, None]
+        return keys.masked_fill(gone, 0), values.masked_fill(gone, 0)
+
+    def _oldest(self) -> torch.Tensor:
+        """The oldest token of each sequence that is sure to be held, [B]; recorded drafts that were rejected took some places."""
+        highest = torch.maximum(self._highest, self.lengths)
+        return (highest + _DRAFTS * (self.page_table.shape[1] > self.ring) - self.ring * RING_PAGE).clamp_min(0)
+
+    def _selected(self, buffer: KVBuffer, index: torch.Tensor) -> KVBuffer:
+        """A copy of the rings and tails of these sequences."""
+        pages = (index[:, None] * self.ring + torch.arange(self.ring, device=index.device)).flatten()
+        tail = None if buffer.tail is None else buffer.tail[index]
+        return replace(replace(buffer, tail=None).select(pages), tail=tail, sink_tokens=buffer.sink_tokens)
+
+    def _widened(self, buffer: KVBuffer, ring: int) -> KVBuffer:
+        """The same pages at the front of wider rings."""
+        wide = new_kv_buffer(
+            buffer.format,
+            (self.batch * ring, buffer.heads, RING_PAGE, buffer.dim),
+            (0, 0, 0, 0),
+            torch.bfloat16,
+            self.lengths.device,
+        )
+        for t, old in zip(wide.tensors()[:3], buffer.tensors()[:3], strict=True):
+            if t is not None and old is not None:
+                if old.ndim == 1:
+                    t.copy_(old)
+                else:
+                    t.unflatten(0, (self.batch, ring))[:, : self.ring] = old.unflatten(0, (self.batch, self.ring))
+        return replace(wide, tail=buffer.tail, saturated=buffer.saturated, sink_tokens=buffer.sink_tokens)
+
+
+def _part(call: AppendCall, start: int, stop: int) -> AppendCall:
+    """The append of tokens `start` to `stop` - 1 of those of a call."""
+    own, rope = slice(start, stop), call.rope
+    counts = None if call.counts is None else (call.counts - start).clamp(0, stop - start)
+    if rope is not None:
+        rope = rope._replace(cos=rope.cos[..., own, :], sin=rope.sin[..., own, :])
+    q = None if call.q is None else call.q[:, :, own]
+    return call._replace(k=call.k[:, :, own], v=call.v[:, :, own], counts=counts, rope=rope, q=q)

@@ -30,7 +30,7 @@ from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_step import kept_steps
 
 #: Files that read a CPU's memory only: lengths, checks of contents and of the prompt's mask.
-CPU_ONLY = ("cache.py", "cache_layers.py", "attention.py")
+CPU_ONLY = ("cache.py", "cache_layers.py", "attention.py", "masks.py")
 CACHE = {"keys": "int8", "values": "int4_g32"}
 
 

@@ -88,11 +88,19 @@ class Handle:
     The attributes that raise are listed one by one: Dynamo fails on a `__getattr__` (InternalTorchDynamoError).
     """
 
-    __slots__ = ("layer", "new", "rotated", "which")
+    __slots__ = ("before", "layer", "new", "rotated", "which")
 
-    def __init__(self, layer: PackedLayerLike, new: torch.Tensor, which: str, rotated: torch.Tensor | None = None) -> None:
-        """rotated: queries that were rotated by position along with new keys."""
-        self.layer, self.new, self.which, self.rotated = layer, new, which, rotated
+    def __init__(
+        self,
+        layer: PackedLayerLike,
+        new: torch.Tensor,
+        which: str,
+        rotated: torch.Tensor | None = None,
+        before: KVCache | None = None,
+    ) -> None:
+        """rotated: queries that were rotated by position along with new keys; before: the cache without `new`, where its past is
+        gone by now."""
+        self.layer, self.new, self.which, self.rotated, self.before = layer, new, which, rotated, before
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
         raise Unsupported(
@@ -161,11 +169,17 @@ def attention(
             layer.calls.append(Attended(module, query, key.new, value.new, call))
     if torch.compiler.is_compiling() and query.shape[2] <= DECODE_QUERIES:
         return _by_token(decode_of_parts(query, layer.parts, options), layer), None
-    kv = cast(KVCache, layer.kv)
+    kv, before = cast(KVCache, layer.kv), key.before
+    held = getattr(kv, "window", None)
+    if held is not None and (window is None or window > held):
+        raise Unsupported(
+            f"{type(module).__name__} attends to {window or 'all'} tokens, and the cache keeps the last {held}, the sliding window "
+            f"of its configuration; use transformers' own cache (keys=None, values=None)"
+        )
 
     def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if q.shape[2] > DECODE_QUERIES:
-            out = prefill_attention(q, k, v, kv, **options)
+            out = prefill_attention(q, k, v, kv if before is None else before, appended=before is None, **options)
         else:
             out = decode_attention(q, kv, query_start=None if layer.chunk is None else layer.chunk.held, **options)
         return cast(torch.Tensor, out)  # a pair only with return_lse
@@ -213,7 +227,7 @@ def _seen(key: Handle, queries: int, mask: torch.Tensor | None, window: int | No
     held = cast(KVCache, key.layer.kv).lengths[:1, None, None, None]
     token = torch.arange(int(held), device=held.device)
     query = token[-queries:, None]
-    seen = (token <= query) & (token > query - (window or len(token)))
+    seen = ((token <= query) & (token > query - (window or len(token))))[None, None]
     return seen if mask is None else seen & (token >= mask)
 
 
@@ -221,6 +235,7 @@ def _in_full(key: Handle, value: Handle) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of a layer [B, H, T, D]: the past dequantized, the newest as they came."""
     kv = cast(KVCache, key.layer.kv)
     past = int(kv.lengths[0]) - key.new.shape[2]
+    kv = kv if key.before is None else key.before
     sides = zip(kv.dequantized() if past else (key.new, value.new), (key.new, value.new), strict=True)
     keys, values = (torch.cat([old[:, :, :past].to(new.dtype), new], 2) for old, new in sides)
     return keys, values

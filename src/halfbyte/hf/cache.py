@@ -21,6 +21,7 @@ from halfbyte.hf.model_support import (
     layer_formats,
     layer_rotations,
     layer_types,
+    layer_window,
     layer_windows,
     text_config,
 )
@@ -81,13 +82,14 @@ class PackedCache(Cache):  # type: ignore[misc]
         rotations = layer_rotations(config, rotate_keys, [k for k, _ in formats])
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
-        layers = zip(layer_types(config), formats, rotations, windows, strict=True)
+        sliding = [layer_window(config, layer) for layer in range(len(formats))]
+        layers = zip(layer_types(config), formats, rotations, windows, sliding, strict=True)
         for layer in range(len(formats)):
             check_rotation(rotate_values, head_dims(config, layer)[1], "rotate_values")
         states = int(getattr(config, "number_of_conv_states", 1))
         cache_layers = [
-            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values)
-            for kind, (k, v), is_rotated, window in layers
+            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, width)
+            for kind, (k, v), is_rotated, window, width in layers
         ]
         super().__init__(layers=cache_layers)
         self._packed = [number for number, layer in enumerate(cache_layers) if isinstance(layer, PackedLayer)]
@@ -182,6 +184,15 @@ class PackedCache(Cache):  # type: ignore[misc]
             for kv in buffers:
                 kv.crop(shortest.to(kv.device))
         self._open = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; their number is negative.
+
+        Raises `Unsupported`, and changes nothing, where tokens are gone that a layer with a sliding window would then see.
+        """
+        for layer in self.packed:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Remove all tokens; the memory stays allocated."""

@@ -12,6 +12,7 @@ it, with scales that include rejected tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,6 +27,7 @@ from halfbyte.hf.masks import PACKED
 from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import APPEND, append_of_parts
 from halfbyte.ops.rotate_heads import rotate_heads
+from halfbyte.paging import SPARE, WindowKVCache
 
 #: A layer with a state and no attention.
 StateLayer: Any = cache_utils.LinearAttentionLayer
@@ -37,7 +39,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """The packed keys and values of one layer. Allocated by the first `update`, when shapes and device are known."""
 
     is_croppable = True
-    is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
+    is_sliding = False  # attention applies a window itself, without a mask
 
     def __init__(
         self,
@@ -48,9 +50,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         dtype: torch.dtype,
         window: tuple[int, int] = (0, 0),
         rotate_values: bool = False,
+        sliding: int | None = None,
     ) -> None:
-        """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are."""
+        """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are.
+
+        `sliding`: the window of attention, whose tokens are kept; all, where one measured scale is of the first tokens appended.
+        """
         super().__init__()
+        self.sliding = None if "tensor" in (keys.granularity, values.granularity) else sliding
         self.rotate_values = rotate_values and values.is_quantized
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
@@ -97,7 +104,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, _, dim = key_states.shape
-        kv = KVCache(
+        kind: Any = KVCache if self.sliding is None else partial(WindowKVCache, window=self.sliding)
+        kv = kind(
             batch,
             heads,
             dim,
@@ -122,7 +130,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _hold(self, kv: KVCache) -> None:
         """Use `kv` as this layer's memory. Its addresses are marked static, which CUDA graphs require."""
         measure = "tensor" in (kv.keys.format.granularity, kv.values.format.granularity)
-        memory: dict[str, Any] = {"keys": kv.keys, "values": kv.values, "lengths": kv.lengths}
+        memory: dict[str, Any] = {"keys": kv.keys, "values": kv.values, "lengths": kv.lengths, "page_table": kv.page_table}
         self.kv, self.is_initialized = kv, True
         self.parts = APPEND.parts(**memory, rotate_keys=kv.rotate_keys, measure=measure)
         if not torch.compiler.is_compiling():
@@ -140,14 +148,25 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.parts:
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
-        rotated = None
+        rotated = before = None
+        if self.sliding is not None and key_states.shape[2] > SPARE:
+            before = self._past(kv)
         if torch.compiler.is_compiling():
             append_of_parts(key_states, value_states, self.parts)
             kv.forget_length_bound()
         elif self.drafts is None:  # else attention appends
             counts = None if self.chunk is None else self.chunk.counts
             rotated = kv.append(key_states, value_states, counts, **{x: kwargs.get(x) for x in ("rope", "q", "norms")})
-        return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
+        return Handle(self, key_states, "keys", rotated, before), Handle(self, value_states, "values")
+
+    def _past(self, kv: KVCache) -> KVCache | None:
+        """A copy of the window, in place of which a long chunk is about to be stored; None where nothing is held."""
+        if torch.compiler.is_compiling():
+            raise Unsupported(
+                f"a compiled forward of more than {SPARE} tokens over a layer with a sliding window; compile steps only, as "
+                f"generate() does"
+            )
+        return None if kv.length_bound == 0 or self.drafts is not None else kv.repeat_interleave(1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(capacity, PACKED): the second number tells the mask function that a packed cache is asking."""
@@ -173,6 +192,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
         if tokens_to_remove and self.kv is not None and not taken_back:
             self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise where `crop` would."""
+        if tokens_to_remove < 0 and isinstance(self.kv, WindowKVCache):
+            self.kv.check_crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""

@@ -1,0 +1,121 @@
+"""Layers with a sliding window keep the window: the tokens of transformers, far beyond it, and the memory of a window."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import tiny_model
+from rounded_cache import rounded_cache
+from test_hf_gemma import TEXTS, model_of
+from tiny_models import VOCAB
+
+import halfbyte.hf as hf
+from halfbyte.errors import Unsupported
+from halfbyte.memory import packed_layers
+from halfbyte.paging import WindowKVCache
+
+#: All have a window of 7 tokens, so that rings hold 128.
+FAMILIES = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "mimo_v2_flash", "mistral", "olmo3", "phimoe")
+MODELS: dict[str, Any] = {
+    **{family: lambda family=family: tiny_model(family) for family in FAMILIES},
+    **{family: lambda family=family: model_of(TEXTS[family]) for family in ("gemma4-31b", "gemma4-e2b")},
+}
+LONG = 300
+
+
+def models(family: str, fmt: str) -> tuple[Any, Any]:
+    plain = MODELS[family]()
+    plain.generation_config.eos_token_id = None
+    packed = hf.quantize(copy.deepcopy(plain), keys=fmt, values=fmt)
+    plain.set_attn_implementation("eager")
+    return packed, plain
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, count), generator=torch.Generator().manual_seed(seed))
+
+
+def turns(model: Any, cache: Any) -> list[torch.Tensor]:
+    """Logits of a long prompt with left padding, steps, a long second turn, a crop and steps again."""
+    mask = torch.ones(2, LONG, dtype=torch.long)
+    mask[1, :5] = 0
+    logits = []
+    with torch.no_grad():
+        for seed, count in enumerate((LONG, 1, 1, 150, 1, 16, 1)):
+            held = int(cache.get_seq_length())
+            columns = torch.cat([mask, mask.new_ones(2, held + count - LONG)], 1)
+            logits.append(model(tokens(count, seed), attention_mask=columns, past_key_values=cache).logits)
+        cache.crop(-9)
+        held = int(cache.get_seq_length())
+        columns = torch.cat([mask, mask.new_ones(2, held + 1 - LONG)], 1)
+        logits.append(model(tokens(1, 9), attention_mask=columns, past_key_values=cache).logits)
+    return [one[:, 5:] if one.shape[1] > 5 else one for one in logits]
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.parametrize("family", MODELS)
+def test_far_beyond_the_window(family: str, fmt: str) -> None:
+    packed, plain = models(family, fmt)
+    cache = hf.PackedCache(packed, 512, keys=fmt, values=fmt)
+    pairs = zip(turns(packed, cache), turns(plain, rounded_cache(plain, fmt)), strict=True)
+    for result, expected in pairs:
+        assert (result - expected).abs().max() < {"int8": 2e-2, "int4": 1e-1}[fmt] * expected.std()
+    rings = [layer.kv for layer in cache.packed if isinstance(layer.kv, WindowKVCache)]
+    assert {kv.ring for kv in rings} == {2}
+    assert packed_layers(packed.config, fmt, fmt, ()).nbytes(2, 512) == cache.nbytes
+    with pytest.raises(Unsupported, match="needs others"):
+        cache.crop(-200)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma4-e2b"])
+def test_generate_with_beams_sampling_lookup_and_recorded_steps(family: str) -> None:
+    packed, plain = models(family, "int8")
+    prompt = {"input_ids": tokens(200), "attention_mask": torch.ones(2, 200, dtype=torch.long)}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = plain.generate(**prompt, **options, past_key_values=rounded_cache(plain, "int8"))
+    assert torch.equal(packed.generate(**prompt, **options), expected)
+    assert torch.equal(packed.generate(**prompt, **options, recorded=False), expected)
+    assert torch.equal(packed.generate(**prompt, **options, prompt_lookup_num_tokens=5), expected)
+    beams = plain.generate(**prompt, **options, num_beams=3, past_key_values=rounded_cache(plain, "int8"))
+    assert torch.equal(packed.generate(**prompt, **options, num_beams=3), beams)
+    sampled = []
+    for model, cache in ((packed, None), (plain, rounded_cache(plain, "int8"))):
+        torch.manual_seed(3)
+        sampled.append(model.generate(**prompt, **{**options, "do_sample": True}, past_key_values=cache))
+    assert torch.equal(*sampled)
+
+
+def test_assisted_decoding_takes_drafts_back_within_the_ring() -> None:
+    packed, plain = models("mistral", "int8")
+    assistant = tiny_model("mistral")
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    ids = tokens(200)[:1]
+    expected = plain.generate(ids, **options, past_key_values=rounded_cache(plain, "int8"))
+    assert torch.equal(packed.generate(ids, **options, assistant_model=assistant), expected)
+
+
+def test_memory_at_sixteen_times_the_window() -> None:
+    """What transformers' own 16-bit cache takes beside it: a window in each layer."""
+    config = tf.MistralConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    config.sliding_window = 256
+    torch.manual_seed(0)
+    model = hf.quantize(tf.MistralForCausalLM(config).eval(), keys="int8", values="int4_g32")
+    cache = hf.PackedCache(model, 16 * 256, keys="int8", values="int4_g32")
+    with torch.no_grad():
+        model(tokens(16 * 256)[:1], past_key_values=cache, logits_to_keep=1)
+    assert cache.nbytes == sum(layer.kv.bytes_per_token for layer in cache.packed if layer.kv is not None) * (256 + 64)
+    assert cache.nbytes * 12 < cache.bytes_per_token * 16 * 256
+
+
+def test_a_model_that_attends_beyond_its_configuration_is_refused() -> None:
+    packed, _ = models("mistral", "int8")
+    cache = hf.PackedCache(packed, 512, keys="int8", values="int8")
+    packed.config.sliding_window = 9
+    with torch.no_grad(), pytest.raises(Unsupported, match="attends to 9 tokens, and the cache keeps the last 7"):
+        packed(tokens(5), past_key_values=cache)
