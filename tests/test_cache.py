@@ -7,6 +7,7 @@ import inspect
 import pickle
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,15 +300,37 @@ def test_nan_and_infinity_change_nothing(paged: bool, keys: str, values: str, wh
         before = snapshot(cache)
 
 
-@pytest.mark.parametrize("keys", ["int8", "int4", "int4_channel", "fp16"])
-def test_numbers_beyond_sixteen_bits_change_nothing(keys: str) -> None:
-    cache = KVCache(1, 1, 64, 64, keys=keys, dtype=torch.float16)
+@pytest.mark.parametrize("keys", ["int8", "int4", "int4_channel", "int8_channel", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [5, 32])
+def test_numbers_that_a_format_cannot_hold_change_nothing(keys: str, dtype: torch.dtype, count: int) -> None:
+    """Refused when they come, also where the 16-bit tail could hold them until their block is whole."""
+    cache = KVCache(2, 1, 64, 64, keys=keys, dtype=dtype)
     before = snapshot(cache)
-    k, v = tokens(1, 1, 32, 64)
-    k[0, 0, 5, 5] = 1e8
-    with pytest.raises(InvalidArgument, match=r"too large|rounded to"):
-        cache.append(k, v)
-    assert_unchanged(cache, before)
+    for bad in (1e8, -1e8):
+        k, v = tokens(2, 1, count, 64)
+        k[1, 0, 3, 5] = bad
+        with pytest.raises(InvalidArgument, match=r"k \(keys\) is too large for \w+ in sequence 1|k rounded to"):
+            cache.append(k, v)
+        assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize("keys", ["int4_channel", "int8_channel"])
+def test_numbers_that_were_appended_fit_into_their_block(keys: str) -> None:
+    """The largest of both signs, whatever else comes into the block."""
+    cache = KVCache(1, 1, 64, 64, keys=keys)
+    largest = 65280.0 * (127 if keys == "int8_channel" else 1)
+    for i in range(32):
+        cache.append(torch.full((1, 1, 1, 64), largest * (-1) ** i), torch.zeros(1, 1, 1, 64))
+    assert bool(cache.dequantized()[0].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_a_cache_larger_than_the_memory_is_refused_before_it_is_touched(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfbyte.device.describe", lambda device: SimpleNamespace(memory_bytes=64 * 10**9))
+    monkeypatch.setattr("halfbyte.cache.new_kv_buffer", lambda *a: pytest.fail("allocated"))
+    with pytest.raises(CapacityError, match=r"capacity: 2,147,483,6\d\d tokens take 227.6 GB, and cpu has 64.0 GB"):
+        kind(1, 1, 64, 2**31 - 1)
 
 
 @pytest.mark.parametrize("counts", [[-1, 1], [4, 1], [0, 5]])

@@ -271,6 +271,28 @@ for name in ("int4_g32", "nvfp4", "nf4", "int8_g128"):
     subprocess.run([sys.executable, "-c", script], env={**os.environ, **machine}, check=True)
 
 
+def _twice(x: object, y: object) -> None:
+    y[0] = 2 * x[0]  # type: ignore[index]
+
+
+def test_kept_loops_are_compiled_anew_when_any_of_their_files_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba alone looks at the file of the function, and not at those of what it calls."""
+    numba = pytest.importorskip("numba")
+    from halfbyte.cpu import compiled
+
+    def hits() -> int:
+        loop = compiled.loop(_twice)
+        x, y = torch.ones(1).numpy(), torch.zeros(1).numpy()
+        loop(x, y)
+        assert y[0] == 2
+        return sum(loop.stats.cache_hits.values())
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert [hits(), hits()] == [0, 1]
+    monkeypatch.setattr(compiled, "_SOURCES", ((1, 1),))
+    assert [hits(), hits()] == [0, 1]
+
+
 def test_a_process_of_vllm_imports_no_numba() -> None:
     """After which vLLM could start no other engine."""
     code = "import sys, types; sys.modules['vllm'] = types.ModuleType('vllm'); import torch, halfbyte as hb; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from halfbyte.plans.prompts import bucket, groups
 from halfbyte.vllm.warm_up import Limits, warm_up
 from pretended_gpu import Compiled, pretend_gpu
 
-LIMITS = Limits(requests=72, drafts=2, tokens=320)
+LIMITS = Limits(requests=72, drafts=2, tokens=320, longest=1800)
 HEADS, KV_HEADS, DIM = 16, 8, 128
 SCRATCH = 2048
 
@@ -50,12 +51,12 @@ class Variants:
 class Layer:
     """What `warm_up` takes of a layer's attention."""
 
-    def __init__(self, keys: str, values: str, prefill: str, window: int | None, unpacked: bool) -> None:
+    def __init__(self, keys: str, values: str, prefill: str, window: int | None, scratch: int) -> None:
         self.formats, self.options = LayerFormats(keys, values, False), SimpleNamespace(prefill=prefill)
         self.num_heads, self.num_kv_heads, self.sliding_window = HEADS, KV_HEADS, window
         self.logits_soft_cap = self.sinks = self.alibi_slopes = None
-        rows = [torch.zeros(SCRATCH, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
-        self.prompts = SimpleNamespace(scratch=lambda: rows) if unpacked else None
+        rows = [torch.zeros(scratch, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
+        self.prompts = SimpleNamespace(scratch=lambda: rows, tokens=scratch) if scratch else None
         layout = PageLayout(keys, values, DIM)
         self.sides = layout.buffers(torch.zeros(64, KV_HEADS, 16, layout.token_head_bytes, dtype=torch.uint8))
         qkv = torch.zeros(LIMITS.tokens, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
@@ -80,7 +81,7 @@ class Layer:
             self.attend_codes(cache, torch.zeros(decodes + 1, dtype=torch.int32), drafts, self.q[:tokens], None, out[:tokens])
         starts = list(accumulate(queries, initial=tokens))
         bounds = [n + p for n, p in zip(queries, past, strict=True)]
-        options = {"query_heads": HEADS // KV_HEADS, "scratch": SCRATCH if self.prompts else 0}
+        options = {"query_heads": HEADS // KV_HEADS, "scratch": self.prompts.tokens if self.prompts else 0}
         exact_above = LIMITS.drafts if self.options.prefill == "exact" else None
         for group in groups(queries, bounds, exact_above=exact_above, **options):
             mine, rows = slice(group.first, group.last), slice(starts[group.first], starts[group.last])
@@ -112,11 +113,11 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Variants:
 
 
 CASES = {
-    "unpacked": ("int8", "int4_g32", "cache", None, True),
-    "exact": ("int4", "int4", "exact", None, True),
-    "window": ("fp8", "int8", "cache", 100, True),
-    "no FlashAttention": ("int8", "int8", "cache", None, False),
-    "16 bits": ("bf16", "bf16", "cache", None, True),
+    "unpacked": ("int8", "int4_g32", "cache", None, SCRATCH),
+    "exact": ("int4", "int4", "exact", None, SCRATCH),
+    "window": ("fp8", "int8", "cache", 100, SCRATCH),
+    "no FlashAttention": ("int8", "int8", "cache", None, 0),
+    "16 bits": ("bf16", "bf16", "cache", None, SCRATCH),
 }
 
 
@@ -140,8 +141,20 @@ def test_a_day_of_requests_compiles_nothing(case: str, variants: Variants) -> No
         assert variants.keys <= known, (decodes, drafts, queries, sorted(name for name, *_ in variants.keys - known))
 
 
+@pytest.mark.parametrize(("scratch", "longest"), [(SCRATCH, 128), (LIMITS.longest - 1, 512), (0, 512)])
+def test_chunks_of_requests_beyond_the_scratch_read_codes(scratch: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So kernels are compiled for the longest of them, and not only up to where chunks are unpacked."""
+    layer, lengths = Layer("int8", "int8", "cache", 60, scratch), set()
+    monkeypatch.setattr(layer, "attend_codes", lambda cache, cu_seqlens, most, *rest: lengths.add(most))
+    monkeypatch.setattr("halfbyte.vllm.warm_up.compiling_only", lambda threads: nullcontext())
+    monkeypatch.setattr("halfbyte.vllm.warm_up._unpack", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layer.warm_up(LIMITS)
+    assert max(lengths) == longest
+
+
 def test_a_layer_like_another_compiles_nothing(variants: Variants) -> None:
     for _ in range(2):
-        Layer("int8", "int8", "cache", 50, True).warm_up(LIMITS._replace(requests=9))
+        Layer("int8", "int8", "cache", 50, SCRATCH).warm_up(LIMITS._replace(requests=9))
         variants.keys.clear()
     assert not variants.keys

@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
 from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options, token_bytes
+from halfbyte.device import check_room
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import check_window, key_format, value_format
 from halfbyte.kv_buffer import (
@@ -88,6 +89,8 @@ class KVCache:
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
+        token = token_bytes(k_fmt, rows[1], head_dim) + token_bytes(v_fmt, rows[1], value_dim)
+        check_room(rows[0] * rows[2] * token, device, f"capacity: {rows[0] * rows[2]:,} tokens")
         with outside_inference_mode():
             k_tail, v_tail = ((batch, rows[1], f.token_block or sinks + recent) for f in (k_fmt, v_fmt))
             self.keys = new_kv_buffer(k_fmt, (*rows, head_dim), (*k_tail, head_dim), dtype, device, k_scale, sinks)
@@ -290,8 +293,8 @@ class KVCache:
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences are unchanged.
 
-        Cropping into a finished block of per-channel keys dequantizes that block into the 16-bit tail. So do tokens that become
-        recent ones again; they are quantized again when they leave the window.
+        Lossy within a finished block of per-channel keys: what is left of it is dequantized into the 16-bit tail, and quantized
+        again with other tokens. So are tokens that become recent ones again.
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
+from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 
 Capability = tuple[int, int]
 
@@ -189,6 +189,15 @@ def describe(device: torch.device | str | int | None = None) -> Device:
     if target.type != "cuda":
         raise Unsupported(f"device={str(device)!r} is of kind {target.type!r}; halfbyte runs on 'cpu' and 'cuda'")
     return _describe_cuda(target)
+
+
+def check_room(nbytes: float, device: torch.device, what: str) -> None:
+    """Raise `CapacityError` for what no memory of the device could hold, before any of it is touched."""
+    if nbytes < 2**30 or device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
+        return
+    memory = describe(device).memory_bytes
+    if 0 < memory < nbytes:
+        raise CapacityError(f"{what} take {nbytes / 1e9:,.1f} GB, and {device} has {memory / 1e9:,.1f} GB; pass fewer")
 
 
 def gpu(index: int) -> GPU:

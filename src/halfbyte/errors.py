@@ -94,14 +94,14 @@ def _declared(package: str) -> str:
 _WARNED: set[str] = set()
 
 
-def warn_once(message: str) -> None:
-    """Issue a `UserWarning`, once per message and process.
+def warn_once(message: str, key: str = "") -> None:
+    """Issue a `UserWarning`, once per process and message, or `key` of a message that names figures.
 
     Never while torch.compile traces: a warning would break the graph.
     """
     import torch  # not at the top: `halfbyte --help` imports this module
 
-    if torch.compiler.is_compiling() or message in _WARNED:
+    if torch.compiler.is_compiling() or (key or message) in _WARNED:
         return
-    _WARNED.add(message)
+    _WARNED.add(key or message)
     warnings.warn(f"halfbyte: {message}", stacklevel=4)

@@ -51,7 +51,7 @@ def test_heads_that_fit_no_page(tmp_path: Path) -> None:
 
 def test_latent_attention(tmp_path: Path) -> None:
     folder = save(sixteen_bits("deepseek_v3"), tmp_path / "deepseek")
-    assert "multi-head latent attention (MLA), which halfbyte's cache does not hold" in refused(
+    assert "multi-head latent attention (MLA), which halfbyte's backend does not serve" in refused(
         backend_name("int8", "int8"), model=folder
     )
 

@@ -14,10 +14,9 @@ from halfbyte.reference.hadamard import rotate, rotated
 
 
 class RoundedLayer(DynamicLayer):
-    """Chunks of `exact_from` tokens or more see themselves exactly: of 17, as ours do."""
+    """A prompt sees itself exactly, as with ours."""
 
     fmt = "bf16"
-    exact_from = 17
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.is_initialized:
@@ -25,8 +24,9 @@ class RoundedLayer(DynamicLayer):
         seen = []
         for name, new in (("keys", key_states), ("values", value_states)):
             rounded, old = _rounded(new, name, self.fmt), getattr(self, name)
+            is_step = new.shape[-2] == 1 and old.numel() > 0
             setattr(self, name, torch.cat([old, rounded], -2))
-            seen.append(torch.cat([old, new if new.shape[-2] >= self.exact_from else rounded], -2))
+            seen.append(torch.cat([old, rounded if is_step else new], -2))
         return tuple(seen)
 
 
@@ -46,14 +46,14 @@ class RoundedHybrid(RoundedLayer, _Both):
     """Of a layer that has a state as well."""
 
 
-def rounded_cache(model: Any, fmt: str = "bf16", exact_from: int = 17) -> DynamicCache:
+def rounded_cache(model: Any, fmt: str = "bf16") -> DynamicCache:
     """Of a model's layers, those with keys and values are rounded. Windows are left to masks."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     cache = DynamicCache()
     cache.layers = [_layer(kind) for kind in kinds]
     for layer in cache.layers:
-        layer.fmt, layer.exact_from = fmt, exact_from
+        layer.fmt = fmt
     return cache
 
 

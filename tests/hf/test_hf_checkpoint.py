@@ -373,6 +373,19 @@ def test_a_folder_says_what_to_import_and_whose_attention_it_needs(build, tmp_pa
     assert tf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=hf.NAME).config._attn_implementation == hf.NAME
 
 
+@pytest.mark.parametrize("options", [{}, {"keys": "int4"}, {"weights": "nvfp4", "keys": "int4", "values": "int4"}])
+def test_a_second_configuration_is_refused(build, tmp_path, options):
+    """transformers would ignore it and only warn."""
+    folder = hf.save(hf.quantize(build("llama"), "int4_g32", keys="int8"), tmp_path / "model")
+    with pytest.raises(InvalidArgument, match=r"the folder is quantized already \(halfbyte\); leave it out"):
+        tf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=hf.HalfbyteConfig(**options))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgument, match=r"quantized already \(gptq\); load it with halfbyte.hf.load"):
+        tf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=hf.HalfbyteConfig(**options))
+
+
 def test_a_full_disk_is_told_before_anything_is_written(build, tmp_path, monkeypatch):
     model = hf.quantize(build("llama"), "int4_g32")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))

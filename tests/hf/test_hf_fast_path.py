@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from tiny_models import VOCAB
 
 import halfbyte.hf as hf
 from halfbyte import errors
-from halfbyte.errors import Unsupported
 from halfbyte.hf import default_cache
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view
 from halfbyte.hf.model_support import model_class
@@ -101,7 +101,7 @@ def test_two_methods_of_a_model_are_replaced(build):
     plain, model = build("llama"), hf.quantize(build("llama"), **FORMATS)
     methods = {name for name, x in vars(model).items() if callable(x) and name not in vars(plain)}
     assert methods == {"generate", "init_continuous_batching"}
-    view = model.generate.view(recorded=True)
+    view = model.generate.view(True, ExitStack())
     assert isinstance(view, default_cache.Prepared)
     assert (type(view).__name__, view.model, view.lm_head) == (type(model).__name__, model.model, model.lm_head)
 
@@ -126,14 +126,6 @@ def test_prompts_with_images(family, ran):
         answers.append(plain)
     without = model.generate(ids, **OPTIONS)
     assert not all(torch.equal(answer, without) for answer in answers), "the image changes nothing, so the test shows nothing"
-
-
-def test_an_image_whose_tokens_see_each_other_is_refused():
-    """Gemma 3: text alone is causal, and served."""
-    model, ids = hf.quantize(tiny_model("gemma3"), keys="int8", values="int8"), torch.arange(5, 17).view(1, -1)
-    assert model.generate(ids, **OPTIONS).shape == (1, 18)
-    with pytest.raises(Unsupported, match="adds its own pattern to the causal mask"):
-        model.generate(ids, token_type_ids=((ids > 7) & (ids < 11)).long(), **OPTIONS)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "mistral3"])

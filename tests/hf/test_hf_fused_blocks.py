@@ -319,6 +319,22 @@ def test_a_block_is_fused_if_it_gives_the_numbers_whoever_wrote_it():
     assert "its result is not the sum" in why_not_fused(model)[1]
 
 
+@pytest.mark.parametrize("name", ["readings", "structure_of"])
+def test_memory_that_is_short_decides_nothing(name, prompt, monkeypatch):
+    """It is raised, and the next call fuses the blocks."""
+
+    def fails(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    model, ids = packed("llama"), prompt(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_blocks, name, fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            fused_view(model)
+    assert tokens(model, ids) is not None
+    assert why_not_fused(model) == [""] * 2
+
+
 def test_an_mlp_that_clamps_large_numbers_stays_its_own():
     model = packed("llama", weights=None)
     changed(model, "model.layers.0.mlp.act_fn", lambda self, forward, x: forward(self, x).clamp(max=40))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tiny_models import FAMILIES, VOCAB
 from torch import nn
 
 import halfbyte.hf as hf
-from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
+from halfbyte import errors
+from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf.attention import attention
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
@@ -41,19 +43,16 @@ def test_sixteen_bits_equal_transformers(build, prompt, rounded, greedy, family,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_equals_single(build, prompt, greedy, family):
-    model, ids = build(family), prompt(3)
-    hf.quantize(model, keys="int8", values="int8")
-    pads = (0, 4, 13)
-    mask = _mask(3, ids.shape[1], pads)
+    """A prompt is one at any length, of one token too: it reads itself in 16 bits, alone as among longer ones."""
+    model, ids = build(family), prompt(4)
+    hf.quantize(model, keys="int8", values="int4_g32")
+    pads = (0, 4, ids.shape[1] - 7, ids.shape[1] - 1)
+    mask = _mask(4, ids.shape[1], pads)
     together, logits = greedy(model, ids * mask, attention_mask=mask)
     for row, n in enumerate(pads):
         alone, single = greedy(model, ids[row : row + 1, n:])
-        # A chunk of up to 16 tokens reads itself from the packed cache, a longer one exactly: only rounding of keys differs.
-        tolerance = ROUNDED if ids.shape[1] - n > 16 else {"rtol": 0.05, "atol": 0.3}
-        torch.testing.assert_close(logits[row, :1], single[0, :1], **tolerance)
-        if ids.shape[1] - n > 16:
-            assert torch.equal(together[row, n:], alone[0])
-            torch.testing.assert_close(logits[row], single[0], **ROUNDED)
+        torch.testing.assert_close(logits[row], single[0], **ROUNDED)
+        assert torch.equal(together[row, n:], alone[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -181,15 +180,21 @@ def test_chunked_prefill(build, prompt, greedy, family, chunk):
     hf.quantize(model, keys="int8", values="int8")
     whole, logits = greedy(model, ids, new=5)
     parts, own = greedy(model, ids, new=5, prefill_chunk_size=chunk)
-    assert (own[:, 0] - logits[:, 0]).norm() < 0.1 * logits[:, 0].norm()  # a long chunk sees itself exactly, a short one packed
+    assert (own[:, 0] - logits[:, 0]).norm() < 0.1 * logits[:, 0].norm()  # parts of a prompt read those before them packed
     assert whole.shape == parts.shape
 
 
 def test_chunks_read_the_same_numbers(build, prompt):
-    """However the text is cut into chunks of at most 16, each query sees the same packed keys."""
+    """However the text is cut into steps of at most 16, each query sees the same packed keys; parts of a prompt see themselves."""
     model, ids = build("llama"), prompt(2, 40)
     hf.quantize(model, keys="int8", values="int4_g32")
-    outs = [_logits(model, ids, hf.PackedCache(model, 40), chunk) for chunk in (1, 5, 16)]
+    outs = []
+    for chunk in (1, 5, 16):
+        cache = hf.PackedCache(model, 40)
+        cache.expect_steps(chunk if chunk > 1 else 16)
+        outs.append(_logits(model, ids, cache, chunk))
+    prompts = _logits(model, ids, hf.PackedCache(model, 40), 5)
+    assert (prompts - outs[0]).norm() > 0.01 * outs[0].norm()
     torch.testing.assert_close(outs[0], outs[1], **CLOSE)
     torch.testing.assert_close(outs[0], outs[2], **CLOSE)
 
@@ -356,6 +361,52 @@ def test_full_cache_says_so(build, prompt):
     assert cache.capacity == 64
     with pytest.raises(InvalidArgument, match="capacity="):
         cache.grow(0)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_per_tensor_caches_tell_that_they_saturate(build, prompt, recorded, monkeypatch):
+    """The first token is tiny, and with it the scale; not told of a prompt whose numbers are like those that follow."""
+    monkeypatch.setattr(errors, "_WARNED", set())
+    model = hf.quantize(build("llama"), keys="int8_tensor", values="int8_tensor")
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0], "recorded": recorded}
+    with warnings.catch_warnings(record=True) as quiet:
+        warnings.simplefilter("always")
+        model.generate(prompt(1, 40), **options)
+    assert not [w for w in quiet if "saturated" in str(w.message)]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] *= 1e-6
+    with pytest.warns(UserWarning, match=r"0\.\d+ of the numbers that a layer's cache holds saturated"):
+        model.generate(torch.zeros(1, 1, dtype=torch.long), attention_mask=torch.ones(1, 1, dtype=torch.long), **options)
+
+
+def test_two_calls_over_one_cache(build, prompt):
+    """The second is refused, and the first goes on."""
+    model = hf.quantize(build("llama"), keys="int8", values="int8")
+    cache, options = hf.PackedCache(model, 64), {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
+    expected = model.generate(prompt(1), **options)
+    refusals: list[str] = []
+
+    def meanwhile(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(InvalidArgument, match="in use by another call") as error:
+            model.generate(prompt(1), past_key_values=cache, **options)
+        refusals.append(str(error.value))
+        return scores
+
+    made = model.generate(prompt(1), past_key_values=cache, logits_processor=[meanwhile], **options)
+    assert torch.equal(made, expected)
+    assert len(refusals) == 4
+    cache.reset()
+    assert torch.equal(model.generate(prompt(1), past_key_values=cache, **options), expected)
+
+
+def test_calls_that_cannot_be(build, prompt):
+    model = hf.quantize(build("llama"), keys="int8", values="int8")
+    with pytest.raises(Unsupported, match='cache_implementation="quantized" is a cache of transformers'):
+        model.generate(prompt(1), max_new_tokens=2, cache_implementation="quantized")
+    with pytest.raises(InvalidArgument, match=r"capacity=2147483647; expected the number of tokens to hold, 1 to 2\^31 - 64"):
+        hf.PackedCache(model, 2**31 - 1)
+    with pytest.raises(InvalidArgument, match="meta device"):
+        model.to("meta").generate(prompt(1), max_new_tokens=2)
 
 
 def test_a_cache_of_a_model_with_fewer_layers(build, prompt):

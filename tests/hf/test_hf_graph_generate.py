@@ -417,6 +417,26 @@ def test_a_model_is_freed_with_its_step_and_can_be_copied(packed, prompt):
     assert gone() is None
 
 
+def test_a_model_is_freed_though_its_methods_were_replaced_for_a_call(packed, prompt):
+    """As PEFT replaces `prepare_inputs_for_generation`, by a method of an object that holds the model."""
+
+    class Owner:
+        def __init__(self, model):
+            self.base = model
+
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return type(self.base).prepare_inputs_for_generation(self.base, *args, **kwargs)
+
+    model = packed()
+    model.prepare_inputs_for_generation = Owner(model).prepare_inputs_for_generation
+    model.generate(prompt(2), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    del model.prepare_inputs_for_generation
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
 def test_seeded_generator(packed, prompt):
     model, ids = packed(), prompt(2)
     options = {"do_sample": True, "max_new_tokens": 12}

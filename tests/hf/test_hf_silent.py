@@ -263,6 +263,7 @@ def test_packed_forwards_read_the_packed_cache(build, prompt, monkeypatch):
                 found[kind] = within(ids, labels=ids)
                 padded = within(ids, attention_mask=mask).logits
             cache = hf.PackedCache(model, 64, keys=kind, values=kind)
+            cache.expect_steps()
             expected = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(16, 1)], 1)
             assert torch.equal(model(ids).logits, plain)  # as before
         assert torch.equal(found[kind].logits, expected)

@@ -71,6 +71,7 @@ class Divergence:
         from halfbyte.hf.every_forward import part_of_text
 
         cache = PackedCache(self.model, self.windows.shape[1], **options)
+        cache.expect_steps(self.chunk)
         for piece in self.windows.split(self.chunk, 1):
             with torch.no_grad(), part_of_text(self.model, self.windows.shape[1] - 1):
                 logits = self.model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits

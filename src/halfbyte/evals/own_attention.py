@@ -50,12 +50,11 @@ def own_attention(model: Any) -> Iterator[None]:
 def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
     """transformers' own growing cache, its keys and values rounded to `dtype` but in the model's own; states are as they are.
 
-    A chunk of more than `DECODE_QUERIES` tokens sees itself exactly and is rounded for those after it, as ours does.
+    A prompt sees itself exactly and is rounded for those after it, as with ours.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
-    from halfbyte.hf.attention import DECODE_QUERIES
     from halfbyte.hf.cache_layers import EmptyLayer, StateLayer
     from halfbyte.hf.model_support import ATTENTION, STATES, layer_types, text_config
 
@@ -68,7 +67,7 @@ def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
             chunk = [x.to(dtype).to(x.dtype) for x in (k, v)]
             past: tuple[torch.Tensor, torch.Tensor] = (self.keys, self.values)  # type: ignore[has-type]
             self.keys, self.values = (torch.cat([old, new], -2) for old, new in zip(past, chunk, strict=True))
-            if k.shape[-2] <= DECODE_QUERIES:
+            if k.shape[-2] == 1 and past[0].numel():
                 return self.keys, self.values
             return torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
 

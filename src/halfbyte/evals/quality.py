@@ -316,6 +316,8 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
     from halfbyte.hf.every_forward import part_of_text
 
     cache = cache_for(model, setting, part.shape[1])
+    if not setting.own:
+        cache.expect_steps(chunk)
     for piece in part.split(chunk, dim=1):
         with part_of_text(model, part.shape[1] - 1), own_attention(model) if setting.own else nullcontext():
             out = model(input_ids=piece.to(model.device), **{CACHE: cache}, use_cache=True, output_hidden_states=True)

@@ -1,8 +1,8 @@
 """The attention function that transformers calls under the name "halfbyte"; `masks.py` has the mask function.
 
 With a `PackedCache`, `key` and `value` are handles: they carry the packed cache of the layer and the chunk's own keys and values.
-Up to 16 queries read everything from the packed cache; longer chunks (a prefill) attend to themselves exactly and read only the
-past from it. With any other cache, or none, the plain tensors go to torch's scaled_dot_product_attention.
+A prompt of any length attends to itself in 16 bits and reads only the past from the packed cache; steps, of one token or of drafts,
+read everything from it. With any other cache, or none, the plain tensors go to torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
 NAME = "halfbyte"
 
-#: Queries that are answered in one pass over the packed cache.
+#: Queries of a step, at most: they are answered in one pass over the packed cache.
 DECODE_QUERIES = 16
 
 #: What models and `generate()` call a cache: from transformers 5.24 on by another name, which warns of the old one.
@@ -68,6 +68,8 @@ class PackedLayerLike(Protocol):
     rotate_values: bool
     drafts: Drafts | None
     chunk: Chunk | None
+    longest_step: int
+    begins: bool
     calls: list[Any] | None
     checks_positions: bool
 
@@ -167,7 +169,7 @@ def attention(
         if layer.calls is not None:
             call = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
             layer.calls.append(Attended(module, query, key.new, value.new, call))
-    if torch.compiler.is_compiling() and query.shape[2] <= DECODE_QUERIES:
+    if torch.compiler.is_compiling() and query.shape[2] <= layer.longest_step:
         return _by_token(decode_of_parts(query, layer.parts, options), layer), None
     kv, before = cast(KVCache, layer.kv), key.before
     held = getattr(kv, "window", None)
@@ -177,16 +179,21 @@ def attention(
             f"of its configuration; use transformers' own cache (keys=None, values=None)"
         )
 
-    def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if q.shape[2] > DECODE_QUERIES:
-            out = prefill_attention(q, k, v, kv if before is None else before, appended=before is None, **options)
-        else:
+    def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_step: bool) -> torch.Tensor:
+        if is_step:
             out = decode_attention(q, kv, query_start=None if layer.chunk is None else layer.chunk.held, **options)
+        else:
+            out = prefill_attention(q, k, v, kv if before is None else before, appended=before is None, **options)
         return cast(torch.Tensor, out)  # a pair only with return_lse
 
     if torch.compiler.is_compiling() or layer.drafts is None:
-        return _by_token(read(query, key.new, value.new), layer), None
+        return _by_token(read(query, key.new, value.new, _is_step(layer, query.shape[2])), layer), None
     return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read), layer), None
+
+
+def _is_step(layer: PackedLayerLike, count: int) -> bool:
+    """Whether the newest `count` tokens read themselves as they are stored: one alone over an empty cache is a prompt."""
+    return layer.chunk is not None or (count <= layer.longest_step and not (layer.begins and layer.longest_step == 1))
 
 
 def _check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None, lengths: torch.Tensor) -> None:
@@ -222,7 +229,7 @@ def _seen(key: Handle, queries: int, mask: torch.Tensor | None, window: int | No
     if mask is not None and mask.dtype is torch.bool:
         return mask
     count = key.new.shape[2]
-    if torch.compiler.is_compiling() or queries == count or count <= DECODE_QUERIES:
+    if torch.compiler.is_compiling() or queries == count or _is_step(key.layer, count):
         return None
     held = cast(KVCache, key.layer.kv).lengths[:1, None, None, None]
     token = torch.arange(int(held), device=held.device)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
+from halfbyte.arguments import integer
 from halfbyte.cache_options import token_bytes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.attention import DECODE_QUERIES
@@ -29,6 +32,8 @@ from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
 
+#: Held while a cache is marked as used.
+_USE = threading.Lock()
 _CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
 
@@ -59,6 +64,8 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     #: Whether `generate()` made it for one call, and may reuse it unless the call returns it.
     is_default = False
+    #: Whether a call of `generate()` uses it.
+    _in_use = False
 
     def __init__(
         self,
@@ -132,7 +139,8 @@ class PackedCache(Cache):  # type: ignore[misc]
         if layer_idx == self._packed[0]:
             if self._open and not self._level():
                 raise InvalidArgument(
-                    "past_key_values: an earlier forward stopped half-way, and its tokens are in some layers only; "
+                    "past_key_values: an earlier forward stopped half-way, or one of another thread goes on, and its tokens are in "
+                    "some layers only; "
                     f"call {'restore() on the cache to forget them, or ' * (not self.has_states)}reset(). {_CROSS}"
                 )
             self._open = True
@@ -148,6 +156,45 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._open = self._open and not self._level()
         for layer in self.packed:
             layer.drafts = None if prompt is None else Drafts(prompt, DECODE_QUERIES)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Context manager of a call of `generate()`: raise if another one uses the cache, and warn of what has saturated."""
+        with _USE:
+            check(
+                not self._in_use,
+                "past_key_values is in use by another call of generate(); pass each a cache of its own, or call them one by one",
+            )
+            self._in_use = True
+        try:
+            yield
+            self._warn_of_saturation()
+        finally:
+            self._in_use = False
+
+    def _warn_of_saturation(self) -> None:
+        """Warn, once, if more than 1 of 1,000 keys or values of a layer lie beyond a per-tensor scale. Waits for a GPU."""
+        sides = [(layer.kv, side) for layer in self.packed if layer.kv is not None for side in (layer.kv.keys, layer.kv.values)]
+        shares = [
+            float(side.saturated) / max(int(kv.lengths.sum()) * side.heads * side.dim, 1)
+            for kv, side in sides
+            if side.saturated is not None
+        ]
+        if shares and max(shares) > 1e-3:
+            warn_once(
+                f"{max(shares):.2g} of the numbers that a layer's cache holds saturated: they lie beyond its per-tensor scale, "
+                f"which the first tokens set. Begin with a longer prompt, or choose formats with a scale per token",
+                key="saturation",
+            )
+
+    def expect_steps(self, tokens: int = DECODE_QUERIES) -> None:
+        """Expect chunks of `tokens`: drafts of a loop of your own, or a text in parts, to measure formats.
+
+        Up to 16 are read as a step: their own keys and values as they are stored. By default one token is; more are a prompt, which
+        reads its own in 16 bits.
+        """
+        for layer in self.packed:
+            layer.longest_step = tokens if tokens <= DECODE_QUERIES else 1
 
     def expect_chunk(self, chunk: Chunk | None) -> None:
         """Expect forwards of a recorded step with drafts, at the positions of `chunk`; None: none."""
@@ -181,8 +228,8 @@ class PackedCache(Cache):  # type: ignore[misc]
             raise Unsupported("restore: recurrent and convolutional states cannot go back to earlier tokens; call reset()")
         else:
             shortest = torch.stack([kv.lengths.to(buffers[0].device) for kv in buffers]).amin(0)
-            for kv in buffers:
-                kv.crop(shortest.to(kv.device))
+            for layer in self.packed:
+                layer.keep(shortest)
         self._open = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -236,7 +283,7 @@ class PackedCache(Cache):  # type: ignore[misc]
 
 
 def _check_capacity(capacity: int) -> None:
-    check(isinstance(capacity, int) and capacity > 0, f"capacity={capacity!r}; pass the number of tokens to hold, at least 1")
+    integer("capacity", capacity, 1, 2**31 - BUCKET, f"the number of tokens to hold, 1 to 2^31 - {BUCKET}")
 
 
 def _whole_buckets(capacity: int) -> int:

@@ -67,6 +67,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.kv: KVCache | None = None
         #: Within a call of `generate()` with drafts: then attention appends what `update` is given.
         self.drafts: Drafts | None = None
+        #: Whether it has held nothing since it was made or emptied, and whether its newest tokens are its first.
+        self.is_empty, self.begins = True, False
+        #: Tokens up to which a chunk is a step, which reads itself as it is stored; a longer one is a prompt (`expect_steps`).
+        self.longest_step = 1
         #: Within a recorded step with drafts: where its tokens stand.
         self.chunk: Chunk | None = None
         #: While a model's structure is read (`block_structure.py`): what attention is given.
@@ -151,6 +155,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         rotated = before = None
         if self.sliding is not None and key_states.shape[2] > SPARE:
             before = self._past(kv)
+        if not torch.compiler.is_compiling():  # which would be guarded
+            self.begins = self.is_empty
+        self.is_empty = False
         if torch.compiler.is_compiling():
             append_of_parts(key_states, value_states, self.parts)
             kv.forget_length_bound()
@@ -184,14 +191,20 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.capacity
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; their number is negative."""
+        """Forget the last tokens; their number is negative. Lossy within a block of per-channel keys, as `KVCache.crop`."""
         if tokens_to_remove > 0:
             raise InvalidArgument(
                 f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
             )
         taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
         if tokens_to_remove and self.kv is not None and not taken_back:
-            self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
+            self.keep((self.kv.lengths + tokens_to_remove).clamp_min(0))
+
+    def keep(self, lengths: torch.Tensor) -> None:
+        """Forget what is beyond the first `lengths` [B] tokens. Waits for a GPU."""
+        if self.kv is not None:
+            self.kv.crop(lengths.to(self.kv.device))
+            self.is_empty = not bool(self.kv.lengths.any())
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise where `crop` would."""
@@ -201,6 +214,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything; the memory stays."""
         self.drafts = self.chunk = None
+        self.is_empty = True
         if self.kv is not None:
             self.kv.reset()
 
@@ -271,8 +285,8 @@ def state_bytes(layer: Any) -> int:
 
 # -------------------------------------------------------------------------------------------------------------- drafts
 
-#: read(q, k, v): attention of the newest tokens, which the cache holds already.
-Read = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: read(q, k, v, is_step): attention of the newest tokens, which the cache holds already; those of a prompt read k and v.
+Read = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
 class Chunk(NamedTuple):
@@ -314,7 +328,7 @@ class Drafts:
                 self._remember(kv, k[:, :, first:], v[:, :, first:])
             new_q, new_k, new_v = (t[:, :, start:stop] for t in (q, k, v))
             kv.append(new_k, new_v)
-            parts.append(read(new_q, new_k, new_v))
+            parts.append(read(new_q, new_k, new_v, start >= first))
         return torch.cat(parts, 2)
 
     def _starts(self, kv: KVCache, first: int, count: int) -> list[int]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
-from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, warn_once
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import DecodeLoop
@@ -52,11 +53,11 @@ class Replaced:
     def __init__(self, model: Any, settings: CacheSettings) -> None:
         self.model, self.settings = model, settings
 
-    def view(self, recorded: bool) -> Any:
-        """The model by another class: what `Prepared` overrides, over the same modules and configuration."""
+    def view(self, recorded: bool, uses: ExitStack) -> Any:
+        """The model by another class: what `Prepared` overrides, over the same modules and configuration. uses: see there."""
         kind: Any = type(self.model)
         view: Any = object.__new__(_prepared(kind))
-        vars(view).update({**vars(self.model), "packed_settings": self.settings, "recorded": recorded})
+        vars(view).update({**vars(self.model), "packed_settings": self.settings, "recorded": recorded, "uses": uses})
         return view
 
 
@@ -89,10 +90,13 @@ class Generate(Replaced):
         own = type(self.model).generate
         if recorded and own is not GenerationMixin.generate:
             warn_once(f"generate() of {type(self.model).__name__} is a loop of its own, whose steps are not recorded")
-        if not recorded or own is not GenerationMixin.generate or kwargs.get("custom_generate") is not None:
-            return own(self.view(recorded=False), *args, **kwargs)
-        loop = DecodeLoop(self.model, fuse_blocks, generator)
-        return own(self.view(recorded=True), *args, **{**kwargs, "custom_generate": loop})
+        emptied = all(t.is_meta for t in self.model.parameters()) and not hasattr(self.model, "hf_device_map")  # else offloaded
+        check(not emptied, "this model is on the meta device, where weights have no numbers; load it again to generate")
+        with ExitStack() as uses:
+            if not recorded or own is not GenerationMixin.generate or kwargs.get("custom_generate") is not None:
+                return own(self.view(False, uses), *args, **kwargs)
+            loop = DecodeLoop(self.model, fuse_blocks, generator)
+            return own(self.view(True, uses), *args, **{**kwargs, "custom_generate": loop})
 
 
 class NoContinuousBatching(Replaced):
@@ -112,10 +116,14 @@ class NoContinuousBatching(Replaced):
 
 
 class Prepared:
-    """What a view of a model overrides of `GenerationMixin`, and of its family."""
+    """What a view of a model overrides of `GenerationMixin`, and of its family.
+
+    uses    ends with the call: `PackedCache.used` of its caches
+    """
 
     packed_settings: CacheSettings
     recorded: bool
+    uses: ExitStack
     config: Any
 
     def _prepare_cache_for_generation(
@@ -125,13 +133,20 @@ class Prepared:
 
         A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
         """
-        if generation_config.cache_implementation == NAME:  # in this call's copy; transformers' own code does not know the name
+        implementation = generation_config.cache_implementation
+        if implementation == NAME:  # in this call's copy; transformers' own code does not know the name
             generation_config.cache_implementation = None
+        if implementation == "quantized" and self.config._attn_implementation == NAME:
+            raise Unsupported(
+                'cache_implementation="quantized" is a cache of transformers, and this model has a packed one: leave it out, or '
+                'call model.set_attn_implementation("sdpa") first'
+            )
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
         longest += _beyond(generation_config, mode)
         cache = model_kwargs.get(CACHE)
         cache = getattr(cache, "self_attention_cache", cache)
         if isinstance(cache, PackedCache):
+            self.uses.enter_context(cache.used())
             tokens = int(cache.get_seq_length())  # waits for a GPU, once a call
             if tokens and not getattr(self.config, "is_encoder_decoder", False):
                 _check_goes_on(tokens, generation_config, model_kwargs.get("attention_mask"))
@@ -145,6 +160,7 @@ class Prepared:
         elif packs and unset:
             default = self.packed_settings.make(self, longest)
             default.is_default = True
+            self.uses.enter_context(default.used())
             _begin(default, generation_config, model_kwargs, mode)
             crosses = model_kwargs.get("encoder_hidden_states") is not None
             model_kwargs[CACHE] = EncoderDecoderCache(default, DynamicCache()) if crosses else default

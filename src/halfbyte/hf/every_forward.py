@@ -31,8 +31,8 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
     """Context manager: every forward of `model` without a cache runs through a packed one, chunk by chunk.
 
     model   a transformers model with KV formats (halfbyte.hf.quantize with keys= or values=)
-    chunk   tokens per step. Chunks of up to 16 read all tokens from the packed cache, their own included; longer ones attend to
-            themselves in 16 bits
+    chunk   tokens at once. Up to 16 are read as steps: all tokens from the packed cache, their own included; longer chunks attend
+            to themselves in 16 bits, as a prompt
 
     Without it such a forward attends in 16 bits, so the perplexity of `model(window).logits` says nothing about a KV format.
     Inference only. Right padding works. Several texts in one row are separated as in transformers: without a mask, wherever
@@ -139,6 +139,7 @@ class _Forward:
         """The outputs of all chunks, of which the last `keep` logits count; 0: all of them."""
         tokens, outputs = input_ids.shape[1], []
         cache = self.settings.make(self.model, tokens)
+        cache.expect_steps(self.chunk)
         if cache.has_states and mask is not None and self.chunk == 1:
             raise Unsupported("chunk=1: transformers does not mask the padding of one token from recurrent states; pass 2 or more")
         positions = kwargs.get("position_ids")

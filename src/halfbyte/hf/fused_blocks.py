@@ -20,6 +20,7 @@ decoding, of a model with a packed cache, without gradients.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -104,6 +105,8 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
     around = model.get_submodule(parent)
     try:
         near, far = readings(model, layers, around)
+    except torch.OutOfMemoryError:  # says nothing about the decoder
+        raise
     except Exception as error:  # of the family's own code, which may want other inputs
         return _View(None, [f"its decoder cannot be read: {error}"] * len(layers))
     norms = norms_of(around)
@@ -113,6 +116,8 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
         try:
             structures.append(structure_of(calls, norms))
             reasons.append("")
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of a block unlike any that is known: it runs as it is
             structures.append(None)
             reasons.append(str(error) or type(error).__name__)
@@ -145,7 +150,8 @@ def _viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) 
     if path:
         children = {path[0]: _viewed(module.get_submodule(path[0]), path[1:], children)}
     view: nn.Module = object.__new__(type(module))
-    own = {name: x for name, x in vars(module).items() if getattr(x, "model", None) is not module}  # replaced methods: a circle
+    # Without replaced methods, whose owners (of PEFT, for one call) hold the model: it would never be freed.
+    own = {name: x for name, x in vars(module).items() if getattr(x, "model", None) is not module and not isinstance(x, MethodType)}
     vars(view).update({**own, "_modules": {**module._modules, **children}})
     return view
 

@@ -194,6 +194,8 @@ class _Loop:
         cache.expect_drafts(None)  # of transformers' own loop
         self.step = take_step(self.owner.model, cache, self.prompts, max(self.choice.longest, self.start + 1), not is_visible)
         self.tokens, inputs[CACHE] = self.step.tokens, self.step.cache
+        if self.step.cache is not cache:
+            view.uses.enter_context(self.step.cache.used())
         self.tokens.begin(self.prompts, self.choice.longest, self.choice.padding)
         outputs = view._prefill(self.prompts, self.config, inputs)
         inputs = view._update_model_kwargs_for_generation(outputs, inputs)

@@ -85,6 +85,24 @@ def _register_targets(tuners: Any) -> None:
     tuners._maybe_include_all_linear_layers = targets
 
 
+def refuse_second_configs() -> None:
+    """Let transformers raise for a HalfbyteConfig that is given for a quantized folder: it would be ignored."""
+    merge = AutoHfQuantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def merged(stored: Any, given: Any) -> Any:
+        if isinstance(given, HalfbyteConfig):
+            method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+            way = "leave it out" if method == OWN else "load it with halfbyte.hf.load"
+            raise InvalidArgument(
+                f"quantization_config=HalfbyteConfig(...): the folder is quantized already ({getattr(method, 'value', method)}); "
+                f"{way}, then set the formats of the cache by halfbyte.hf.quantize(model, keys=..., values=...)"
+            )
+        return merge(stored, given)
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
+
+
 FORMAT_VERSION = 1
 
 
@@ -176,3 +194,6 @@ def refuse_resize(*args: Any, **kwargs: Any) -> Any:
         "resize_token_embeddings: the output layer is quantized, and rows of it cannot be added; resize the 16-bit model, then "
         "quantize it, or leave the output layer in 16 bits (without lm_head=)"
     )
+
+
+refuse_second_configs()

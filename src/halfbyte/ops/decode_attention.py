@@ -180,7 +180,7 @@ def options_of(
     if not isinstance(getattr(cache, "keys", None), KVBuffer):
         raise InvalidArgument(f"cache is a {type(cache).__name__}; expected a KVCache, PagedKVCache or PagedView")
     if window is not None:
-        window = integer("window", window, 1, 2**31 - 1, "at least 1 (the query's own key), or None for no window")
+        window = integer("window", window, 1, 2**31 - 1, "1 (the query's own key) to 2^31 - 1, or None for no window")
     if softcap is not None:
         softcap = number("softcap", softcap, 1e-30, 1e30, "a positive finite number, or None for no softcap")
     scale = cache.keys.dim**-0.5 if sm_scale is None else number("sm_scale", sm_scale, -1e30, 1e30, "a finite number")

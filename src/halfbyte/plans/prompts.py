@@ -18,6 +18,9 @@ from typing import NamedTuple
 #: Query rows per KV head (new tokens times query heads) from which on unpacking pays.
 ROWS = 256
 
+#: Tokens that scratch holds at most: 1 GiB for 8 KV heads of 128. Longer requests read codes.
+MOST_SCRATCH = 1 << 18
+
 
 class Group(NamedTuple):
     """Neighboring requests of a batch, first .. last - 1, that one call attends to.

@@ -19,10 +19,12 @@ from halfbyte.errors import CapacityError, InvalidArgument, check
 from halfbyte.formats import MIN_SCALE
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.reference.hadamard import rotate
-from halfbyte.reference.quantize import check_finite, check_range, encode, measure
+from halfbyte.reference.quantize import F16_MAX, check_finite, check_range, encode, measure
 
 Index = tuple[torch.Tensor, torch.Tensor]
 Write = Callable[[], object]
+#: How errors name k and v.
+_SIDES = {"k": "k (keys)", "v": "v (values)"}
 
 
 def _scatter(target: torch.Tensor, index: Index, data: torch.Tensor) -> None:
@@ -130,9 +132,9 @@ def _tokens(
         return [partial(_scatter, buffer.codes, index, picked(rows))]
     x = x.float()
     if buffer.format.granularity == "tensor":
-        return _fixed_scale(buffer, x, index, picked, x if measured is None else measured)
+        return _fixed_scale(buffer, x, index, picked, x if measured is None else measured, name)
     scales, offsets = measure(x, buffer.format)
-    check_range(scales, offsets, buffer.format)
+    check_range(scales, offsets, buffer.format, _SIDES[name], "sequence")
     writes: list[Write] = [partial(_scatter, buffer.codes, index, picked(encode(x, scales, offsets, buffer.format)))]
     writes.append(partial(_scatter, buffer.scales, index, picked(scales)))
     if buffer.offsets is not None and offsets is not None:
@@ -141,7 +143,12 @@ def _tokens(
 
 
 def _fixed_scale(
-    buffer: KVBuffer, x: torch.Tensor, index: Index, picked: Callable[[torch.Tensor], torch.Tensor], measured: torch.Tensor
+    buffer: KVBuffer,
+    x: torch.Tensor,
+    index: Index,
+    picked: Callable[[torch.Tensor], torch.Tensor],
+    measured: torch.Tensor,
+    name: str,
 ) -> list[Write]:
     """A per-tensor scale of 0 is not calibrated yet. The first append sets it; later values beyond it saturate and are counted."""
     assert buffer.scales is not None
@@ -149,7 +156,7 @@ def _fixed_scale(
     all_scales = torch.where(
         buffer.scales == 0, measured_scale * (measured.abs().amax() > 0), buffer.scales
     )  # zeros do not calibrate it
-    check_range(all_scales, None, buffer.format)
+    check_range(all_scales, None, buffer.format, _SIDES[name])
     scale = all_scales.clamp_min(MIN_SCALE)
     beyond = ((x / scale.float()).round().abs() > buffer.format.code.reach).sum()
     writes: list[Write] = [
@@ -168,7 +175,7 @@ def _leaving_tokens(
     new = x.to(tail.dtype)
     check_finite(new, f"{name} rounded to {tail.dtype}")
     if buffer.format.granularity != "tensor":
-        check_range(*measure(new.float(), buffer.format), buffer.format)
+        check_range(*measure(new.float(), buffer.format), buffer.format, _SIDES[name], "sequence")
     before, total = lengths.long().unsqueeze(1), (lengths + fresh.sum(1)).long().unsqueeze(1)  # [B, 1]
     first, end = buffer.coded(before), buffer.coded(total)
     position = first + torch.arange(ring + count, device=x.device)  # [B, run]
@@ -198,6 +205,9 @@ def _whole_blocks(
         return []
     x = x.to(buffer.tail.dtype)
     check_finite(x, f"{name} rounded to {buffer.tail.dtype}")
+    if bool(x.abs().amax() > F16_MAX):  # else the scales of every block are in range; raised now, not when the block is whole
+        ends = torch.stack(x.float().aminmax(dim=2), 2)  # [B, H, 2, D]
+        check_range(*measure(ends.repeat_interleave(size, 2), buffer.format), buffer.format, _SIDES[name], "sequence")
     old, total = (lengths % size).long(), (lengths % size + fresh.sum(1)).long()  # tokens in the tail; in the run
     position = torch.arange(-(-(size - 1 + count) // size) * size, device=x.device)  # [run]
     from_new = (position - old.unsqueeze(1)).clamp(0, count - 1)  # [B, run]
@@ -209,7 +219,7 @@ def _whole_blocks(
     sequence, j = ((torch.arange(blocks.shape[1], device=x.device) + 1) * size <= total.unsqueeze(1)).nonzero(as_tuple=True)
     done = blocks[sequence, j].transpose(1, 2).float()  # [m, H, size, D]
     scales, offsets = measure(done, buffer.format)
-    check_range(scales, offsets, buffer.format)
+    check_range(scales, offsets, buffer.format, _SIDES[name])
     first = (lengths.long() // size)[sequence] + j  # index of each finished block in its sequence
     token = first.unsqueeze(1) * size + torch.arange(size, device=x.device)  # [m, size]
     at = slots(sequence.unsqueeze(1).expand_as(token), token, page_table, buffer.codes, buffer.codes.shape[2])

@@ -127,11 +127,15 @@ def check_finite(x: torch.Tensor, name: str) -> None:
         )
 
 
-def check_range(scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format) -> None:
-    """Raise when a scale or a float offset left the range of its storage type."""
-    parts = [p for p in (scales, offsets) if p is not None and p.is_floating_point()]
-    if not all(bool(torch.isfinite(p).all()) for p in parts):
-        raise InvalidArgument(f"x is too large for {fmt.name}: a scale or offset exceeds {F16_MAX:.0f}; scale x down first")
+def check_range(scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, name: str = "x", rows: str = "") -> None:
+    """Raise when a scale or a float offset left the range of its storage type. rows: what the first axis counts, to name one."""
+    for part in (scales, offsets):
+        if part is None or not part.is_floating_point() or bool(torch.isfinite(part).all()):
+            continue
+        where = f" in {rows} {int((~torch.isfinite(part)).nonzero()[0, 0])}" if rows else ""
+        raise InvalidArgument(
+            f"{name} is too large for {fmt.name}{where}: a scale or offset exceeds {F16_MAX:.0f}; scale it down first"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------- blocks

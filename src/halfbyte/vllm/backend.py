@@ -36,7 +36,7 @@ from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
 from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.kv_buffer import KVBuffer
-from halfbyte.plans.prompts import bucket, groups
+from halfbyte.plans.prompts import MOST_SCRATCH, bucket, groups
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
 from halfbyte.vllm.prompts import FlashPrompts, Ragged, flash_prompts
@@ -209,7 +209,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
     ) -> None:
         if "kv_lora_rank" in other:
             raise Unsupported(
-                "this model has multi-head latent attention (MLA), which halfbyte's cache does not hold; serve it without"
+                "this model has multi-head latent attention (MLA), which halfbyte's backend does not serve; start vLLM without "
+                "--attention-backend: weights can be quantized all the same"
             )
         if other or attn_type != AttentionType.DECODER:
             raise Unsupported(f"attention of type {attn_type} with {sorted(other)} is not implemented for halfbyte's cache")
@@ -225,14 +226,14 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             config.compilation_config.static_forward_context,
             config.cache_config.kv_cache_dtype_skip_layers,
         )
-        self._scratch_tokens = config.model_config.max_model_len + config.scheduler_config.max_num_batched_tokens
+        longest, scheduler = config.model_config.max_model_len, config.scheduler_config
+        self._scratch_tokens = min(longest + scheduler.max_num_batched_tokens, MOST_SCRATCH)
         self.prompts: FlashPrompts | None = None
         speculation = config.speculative_config
         drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
         if getattr(speculation, "parallel_drafting", False) and not getattr(config, "use_v2_model_runner", False):
             drafts *= 2  # with slots of masks, as vLLM's max_decode_query_len counts
-        scheduler = config.scheduler_config
-        self._limits, self._warm = Limits(scheduler.max_num_seqs, 1 + drafts, scheduler.max_num_batched_tokens), False
+        self._limits, self._warm = Limits(scheduler.max_num_seqs, 1 + drafts, scheduler.max_num_batched_tokens, longest), False
         self._memory: tuple[int, int] | None = None
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
 

@@ -25,11 +25,12 @@ _compiled: set[tuple[Any, ...]] = set()
 
 
 class Limits(NamedTuple):
-    """Of an engine: most requests of a step; tokens of a decoding request, drafts included; most tokens of a step."""
+    """Of an engine: most requests of a step; tokens of a decoding request with its drafts; most tokens of a step, of a request."""
 
     requests: int
     drafts: int
     tokens: int
+    longest: int
 
 
 class Batch(NamedTuple):
@@ -41,8 +42,8 @@ class Batch(NamedTuple):
 
 
 def batches(limits: Limits, heads: tuple[int, int], unpacked: bool) -> Iterator[Batch]:
-    """The calls that an engine can make, one or more for each plan. heads: of queries and KV. unpacked: long chunks take no kernel
-    that reads codes."""
+    """The calls that an engine can make, one or more for each plan. heads: of queries and KV. unpacked: all long chunks are, and
+    none takes a kernel that reads codes."""
     query_heads, few = heads[0] // heads[1], -(-_ITEMS // heads[1])
     for drafts in range(1, limits.drafts + 1):
         yield from (Batch(requests, drafts, requests * drafts) for requests in _counts(limits.requests, few))
@@ -82,7 +83,7 @@ def warm_up(
         value.stride(),
     )
     like += (impl.sliding_window is None, impl.logits_soft_cap is None, impl.sinks is None, impl.alibi_slopes is None)
-    like += (table.shape[1], limits, impl.prompts is None, *strides)
+    like += (table.shape[1], limits, None if impl.prompts is None else impl.prompts.tokens, *strides)
     if like in _compiled or not query.is_cuda:
         return
     _compiled.add(like)
@@ -108,7 +109,8 @@ def _attention(
     zeros = torch.zeros(limits.requests + limits.tokens + 1, dtype=torch.int32, device=query.device)
     row = torch.zeros(1, table.shape[1], dtype=torch.int32, device=query.device)
     out = torch.empty(largest, impl.num_heads, sides[1].dim, dtype=query.dtype, device=query.device)
-    for batch in batches(limits, (impl.num_heads, impl.num_kv_heads), impl.prompts is not None):
+    unpacked = impl.prompts is not None and limits.longest <= impl.prompts.tokens
+    for batch in batches(limits, (impl.num_heads, impl.num_kv_heads), unpacked):
         pages = row.expand(batch.requests, -1)
         cache = PagedView(*sides, zeros[: batch.requests].clone(), pages, impl.formats.rotate_keys)
         some = slice(0, batch.tokens)
