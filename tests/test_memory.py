@@ -73,7 +73,7 @@ def test_skipped_layers_keep_16_bits(llama: str) -> None:
 
 
 def test_tokens_that_fit(llama: str) -> None:
-    found = estimate(llama, memory=10**8)
+    found = estimate(llama, keys="int4_channel", memory=10**8)
     assert found.tokens_that_fit == int((9 * 10**7 - found.weight_bytes) / found.kv_bytes_per_token)
     assert found.plain_tokens_that_fit is not None
     assert found.tokens_that_fit > 2 * found.plain_tokens_that_fit

@@ -11,18 +11,20 @@ import make_tables as tables
 
 from halfbyte.formats import key_format
 from halfbyte.reference.hadamard import rotated
-from halfbyte.settings import KEYS, VALUES, WEIGHTS
+from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 from halfbyte_lab.cases import experts_cases
+from halfbyte_lab.evals.real_model import TEXTS as READ
 from halfbyte_lab.measure.chart_style import DARK, LIGHT, css
 from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
-from halfbyte_lab.studies import QUESTIONS, int4_gqa, int8_granularity, memory, step
-from halfbyte_lab.studies.accuracy import QUALITY
-from halfbyte_lab.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
+from halfbyte_lab.studies import QUESTIONS, evidence, int4_gqa, int8_granularity, memory, step
+from halfbyte_lab.studies.accuracy import QUALITY, formats_of
+from halfbyte_lab.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS
 from halfbyte_lab.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 
 __all__ = [
     "ATTENTION_OPS",
+    "CLIP",
     "DARK",
     "DATA",
     "HEAD_DIM",
@@ -33,9 +35,9 @@ __all__ = [
     "OPS",
     "OURS",
     "PEAK_GAIN",
-    "PLAIN",
     "QUESTIONS",
     "ROOT",
+    "TEXTS",
     "VALUES",
     "WEIGHTS",
     "Record",
@@ -43,6 +45,8 @@ __all__ = [
     "by_machine",
     "cpu",
     "css",
+    "evidence",
+    "formats_of",
     "key_format",
     "linear",
     "memory",
@@ -53,6 +57,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
+#: The texts that the real model reads.
+TEXTS = tuple(READ)
 #: What ships with the library.
 DATA = ROOT / "src" / "halfbyte" / "data"
 

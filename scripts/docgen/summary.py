@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from docgen.sources import (
+    CLIP,
     HEAD_DIM,
     OPS,
-    PLAIN,
     ROOT,
+    TEXTS,
     WEIGHTS,
     Record,
     attention,
     by_machine,
+    evidence,
+    formats_of,
     key_format,
     linear,
     rotated,
     step,
     tables,
 )
-from halfbyte.evals.choices import caches, safe_where
+from halfbyte.evals.choices import caches, is_safe
+from halfbyte.evals.quality import Setting
 
 markdown = tables.markdown
 
@@ -81,39 +86,44 @@ def results() -> str:
     )
 
 
-#: The choices of the short table: a name, keys and values, or weights.
-CHOICES = (
-    *((name, *formats) for name, formats in list(caches().items())[1:]),
-    ("Weights, default", f"{WEIGHTS} clipped", ""),
-    ("Weights, fastest", "int4_sym_g128", ""),
+#: The choices of the short table: a name, and a cache or weights.
+CHOICES: tuple[tuple[str, Setting], ...] = (
+    *((name, Setting(*formats)) for name, formats in list(caches().items())[1:]),
+    ("6.7 bits", Setting("int8", "int4_g32", rotate_keys=True, sink_tokens=4, recent_tokens=16)),
+    ("Weights, default", Setting(weights=WEIGHTS, clip=CLIP)),
+    ("Weights, fastest", Setting(weights="int4_sym_g128")),
 )
 
 
 def choice() -> str:
-    """Answers to 'which format': size, divergence on the shipped model and on the worst outlier variant, speed of the kernels."""
-    rows = [
-        (
-            name,
-            f"`{keys}` keys, `{values}` values" if values else f"`{keys}`".replace(" clipped`", "`, clipped"),
-            *_choice(keys, values),
-        )
-        for name, keys, values in CHOICES
-    ]
-    return markdown(("", "format", "smaller", "KL", "KL, outliers", "safe", "faster"), rows)
+    """Answers to 'which format': size, divergence on a real model and on the worst outlier variant of the shipped one, speed."""
+    rows = [(name, _formats(setting), *_choice(setting)) for name, setting in CHOICES]
+    return markdown(("", "format", "smaller", *TEXTS, "toy, outliers", "safe", "faster"), rows)
 
 
-def _choice(keys: str, values: str) -> tuple[str, ...]:
-    formats = keys if keys == values or not values else f"{keys} / {values}"
-    turned = bool(values) and rotated(None, key_format(keys), HEAD_DIM)
-    op, name = OPS[bool(values)], formats + " rotated" * turned
-    measured = {r.case: r for r in tables.study_records("quality-per-bit") if (r.op, r.formats) == (op, name)}
-    plain, worst = measured[PLAIN], max(measured.values(), key=lambda r: r.error or 0.0)
-    timed, case = (attention(), "batch 128 x 8,192") if values else (linear(), "8192 x 8192, 1 row")
-    kernel = formats.replace(" / ", "+").removesuffix(" clipped")
+def _formats(s: Setting) -> str:
+    if s.weights is not None:
+        return f"`{s.weights}`" + ", clipped" * (s.clip is not None)
+    return f"`{s.keys}` keys{', rotated' * (s.rotate_keys is True)}, `{s.values}` values" + (
+        f", first {s.sink_tokens} and last {s.recent_tokens} tokens in 16 bits" if any(s.exact) else ""
+    )
+
+
+def _choice(s: Setting) -> tuple[str, ...]:
+    is_cache = s.weights is None
+    turned = replace(s, rotate_keys=s.rotate_keys or (is_cache and rotated(None, key_format(str(s.keys)), HEAD_DIM)))
+    name, real = formats_of(turned), tables.study_records("evidence")
+    by_text = {r.case: r for r in real if r.formats == name and r.error}
+    toy = [r for r in tables.study_records("quality-per-bit") if (r.op, r.formats) == (OPS[is_cache], name) and r.error]
+    worst = max((r.error or 0.0 for r in toy), default=None)
+    words = {None: "not measured", False: "no", True: "yes" if worst is None or is_safe(worst) else "without outliers"}
+    word = words[evidence.verdicts(real).get(name)]
+    timed, case = (attention(), "batch 128 x 8,192") if is_cache else (linear(), "8192 x 8192, 1 row")
+    kernel = (s.weights or (str(s.keys) if s.keys == s.values else f"{s.keys}+{s.values}")) if not any(s.exact) else ""
     faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, kernel)]
-    safe = safe_where([plain.error or 0.0, worst.error or 0.0]).replace("plain", "without outliers")
-    kl = (f"{plain.error:.1e}", f"{worst.error:.1e}", safe)
-    return f"{16 / (plain.bits or 16):.2f}x", *kl, (faster or ["not measured"])[-1]
+    bits = evidence.bits_of(by_text[f"{TEXTS[0]}, bf16"])[0] if f"{TEXTS[0]}, bf16" in by_text else (toy[0].bits or 16)
+    cells = (f"{by_text[f'{text}, bf16'].error:.1e}" if f"{text}, bf16" in by_text else "" for text in TEXTS)
+    return f"{16 / bits:.2f}x", *cells, "" if worst is None else f"{worst:.1e}", word, (faster or ["not measured"])[-1]
 
 
 def whole_models() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from halfbyte.errors import CheckpointError, InvalidArgument, MissingPackage
+from halfbyte.errors import CheckpointError, InvalidArgument, MissingPackage, Unsupported
 
 #: Words that name the demo model.
 SHIPPED = ("demo", "tiny")
@@ -61,6 +61,10 @@ def _looks_like_path(name: str) -> bool:
 def _model_folder(path: Path, what: str) -> Path:
     if not path.exists():
         raise CheckpointError(f"{what}: there is no folder {path}")
+    if path.suffix == ".gguf":
+        raise is_gguf(path.parent, path.name)
+    if path.is_dir() and not (path / "config.json").is_file() and (files := sorted(path.glob("*.gguf"))):
+        raise is_gguf(path, files[0].name)
     if not path.is_dir():
         raise CheckpointError(f"{what}: {path} is a file; give the folder that holds config.json and the weights")
     if not (path / "config.json").is_file():
@@ -73,6 +77,15 @@ def own_plans(gpu: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
     return folder / "halfbyte" / "plans" / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+
+
+def is_gguf(folder: str | os.PathLike[str], file: str) -> Unsupported:
+    """The error about a model in a GGUF file: how transformers expands it, with which packages."""
+    return Unsupported(
+        f"{folder}: GGUF is not read here; let transformers expand it, and quantize again (pip install gguf accelerate): model = "
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={file!r}, dtype=torch.bfloat16, "
+        "quantization_config=transformers.GgufConfig(dequantize=True)), then halfbyte.hf.quantize(model, weights='int4_g32')"
+    )
 
 
 def write_whole(path: Path, text: str) -> Path:

@@ -11,10 +11,11 @@ from typing import Any
 
 from halfbyte.errors import InvalidArgument, check
 
-#: Formats of a model where none are named, in `hf.quantize`, `hf.HalfbyteConfig` and on the command line: the least KL divergence
-#: of the shipped model and its outlier variants at about 4.5 bits a weight and 6.5 bits an element of the cache
-#: (docs/performance/quality-per-bit.md). Unclipped, nvfp4 has more than nf4.
-WEIGHTS, CLIP, KEYS, VALUES = "nvfp4", "search", "int4_channel", "int8"
+#: Formats of a model where none are named, in `hf.quantize`, `hf.HalfbyteConfig`, on the command line and in every recommendation.
+#: The cache is safe on a real model (docs/performance/evidence.md) and on all outlier variants of the shipped one
+#: (docs/performance/quality-per-bit.md); of weights with 4.5 bits nvfp4 has the least KL divergence
+#: there, and unclipped more than nf4.
+WEIGHTS, CLIP, KEYS, VALUES = "nvfp4", "search", "int8_channel", "int8"
 #: Weights of a model on a CPU, where none are named: they have the same divergence at 4.75 bits, and a GEMM takes less time
 #: (docs/performance/cpu.md), as does the search for their clips.
 CPU_WEIGHTS = "int4_g32"

@@ -98,7 +98,7 @@ def test_a_head_that_does_not_fit_changes_nothing(build):
     model = build("llama")
     model.config.head_dim = 33
     with pytest.raises(InvalidArgument, match="33"):
-        hf.quantize(model)
+        hf.quantize(model, WEIGHTS, "int4_channel", VALUES)
     assert (weights(model), cache(model)) == (set(), None)
 
 
@@ -109,8 +109,8 @@ def test_no_uniform_choice_of_its_size_diverges_less(outliers):
     torch.set_num_threads(1)
     model = load("demo")[0]
     model = model if outliers is None else with_outliers(model, outliers)
-    caches = [Setting("int8", "int4_g32"), Setting("int8", "int4_g32", rotate_keys=True), Setting("int8_channel", "int4")]
-    caches = [Setting(KEYS, VALUES), *caches, Setting("int4_channel", "fp8"), Setting("fp8", "int4_g32")]
+    caches = [Setting("int8", "int8"), Setting("int8", "int8", rotate_keys=True), Setting("fp8", "fp8")]
+    caches = [Setting(KEYS, VALUES), *caches, Setting("int4_channel", "int8"), Setting("int8_channel", "int4")]
     clipped = [Setting(weights=name, clip="search") for name in ("nf4", "nf4_dq")]
     layers = [Setting(weights=WEIGHTS, clip=CLIP), Setting(weights="nvfp4"), *clipped]
     ids = windows(list(heldout_text().encode()), 256, 3)

@@ -27,7 +27,7 @@ from halfbyte import cli, errors
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.nn import FusedProjections, QuantLinear, fuse_qkv
-from halfbyte.paths import shipped_model
+from halfbyte.paths import resolve_model, shipped_model
 
 
 def same_logits(a: Any, b: Any, ids: torch.Tensor) -> None:
@@ -369,6 +369,8 @@ def test_gguf_says_the_detour(tmp_path, monkeypatch):
     for given in (file, tmp_path):
         with pytest.raises(Unsupported, match=says):
             hf.load(given)
+        with pytest.raises(Unsupported, match=rf"pip install gguf accelerate.*{says}"):
+            resolve_model(str(given))  # as every command does
     tiny().config.save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match=says):
         hf.load(tmp_path)

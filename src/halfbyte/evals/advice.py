@@ -44,7 +44,8 @@ from halfbyte.settings import HALVES, check_half
 class Choice:
     """Formats, and what they take, for the batch and context of the `Advice`. Sizes in bytes.
 
-    largest_batch    sequences of that context that fit; largest_context: tokens of each of that many sequences
+    largest_batch    sequences of that context that fit; largest_context: tokens of each of that many sequences,
+                     at most the model's positions
     step_bytes       what a decode step reads; step_seconds: the least time that takes, None for an unknown bandwidth
     evidence         what a card says of exactly these formats on this model; None: no card does
     """
@@ -195,6 +196,8 @@ class _Sizes:
         self.plain = packed_layers(config, dtype, dtype, ())  # refuses what a packed cache cannot serve before a model is built
         self.skeleton = meta_model(config, name)
         self.room = room(sheet.memory_bytes)
+        limit = getattr(self.text, "max_position_embeddings", None)
+        self.positions = limit if isinstance(limit, int) else 2**31
 
     def choices(self, candidates: Sequence[str]) -> list[Choice]:
         """Every cache with the first of these weight formats that fits; none if none does."""
@@ -221,7 +224,7 @@ class _Sizes:
             kv_bytes=kv,
             fits=kv <= left,
             largest_batch=_largest(left, lambda n: cache.nbytes(n, self.context)),
-            largest_context=_largest(left, lambda n: cache.nbytes(self.batch, n)),
+            largest_context=min(_largest(left, lambda n: cache.nbytes(self.batch, n)), self.positions),
             step_bytes=step,
             step_seconds=None if rate is None else step / rate,
         )
@@ -263,13 +266,13 @@ class _Sizes:
 
     def notes(self) -> list[str]:
         """What the figures assume."""
-        lines, limit = [], getattr(self.text, "max_position_embeddings", None)
+        lines = []
         if self._expert_shapes():
             lines.append(
                 f"a step of {self.batch:,} sequences reads {self._hit():.0%} of the experts, if all are used equally often"
             )
-        if isinstance(limit, int) and self.context > limit:
-            lines.append(f"a context of {self.context:,} tokens is more than the {limit:,} positions of this model")
+        if self.context > self.positions:
+            lines.append(f"a context of {self.context:,} tokens is more than the {self.positions:,} positions of this model")
         if self.batch > 16:
             lines.append(f"with M = {self.batch:,} linear layers may be compute-bound: halfbyte bench linear --rows {self.batch}")
         return lines
@@ -283,6 +286,8 @@ def _largest(left: int, nbytes: Callable[[int], int]) -> int:
 def python_lines(advice: Advice, choice: Choice) -> str:
     """The lines that load the model in the formats of a choice."""
     formats = {} if choice.weights == advice.dtype or advice.is_quantized else {"weights": choice.weights}
+    if formats.get("weights") == settings.WEIGHTS and choice.evidence is None:
+        formats["clip"] = settings.CLIP  # evidence is of weights that are not clipped
     if advice.has_cache or not choice.keys == choice.values == advice.dtype:
         formats |= {"keys": choice.keys, "values": choice.values}
     name = "halfbyte.paths.shipped_model()" if advice.model in SHIPPED else repr(advice.model)

@@ -23,9 +23,9 @@ def caches(dtype: str = "bf16") -> dict[str, tuple[str, str]]:
     """Formats of keys and values, each with what it is chosen for, from the most bits on; `dtype` is the one of 16 bits."""
     return {
         "16 bits": (dtype, dtype),
-        "8 bits": ("int8_channel", "int8"),
-        "8 bits, fastest": ("int8", "int8"),
         "Default": (KEYS, VALUES),
+        "8 bits, fastest": ("int8", "int8"),
+        "6.6 bits": ("int4_channel", "int8"),
         "Smallest": ("int4_channel", "int4"),
         "4 bits, fastest": ("int4", "int4"),
     }

@@ -24,14 +24,9 @@ from halfbyte.hf.model_support import model_class, read_config
 from halfbyte.hf.quantization_config import check_options
 from halfbyte.hf.quantize_model import quantize, reports_footprint
 from halfbyte.hf.weights import of_adapters, select
-from halfbyte.paths import new_folder
+from halfbyte.paths import is_gguf, new_folder
 from halfbyte.reference.quantize import check_clip
 
-#: How transformers loads a GGUF file in 16 bits.
-GGUF = (
-    "AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={file!r}, dtype=torch.bfloat16, "
-    "quantization_config=transformers.GgufConfig(dequantize=True))"
-)
 #: What a parameter that is not quantized may be stored in.
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Bytes of tables that no file holds (positions, masks) which any model may have.
@@ -264,10 +259,10 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     path = Path(folder_or_id)
     if path.is_dir():
         if (files := sorted(path.glob("*.gguf"))) and not any(path.glob("*.safetensors")):
-            raise _is_gguf(path, files[0].name)
+            raise is_gguf(path, files[0].name)
         return path
     if path.suffix == ".gguf":
-        raise _is_gguf(path.parent, path.name)
+        raise is_gguf(path.parent, path.name)
     if path.exists() or str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
         raise CheckpointError(f"{folder_or_id}: no such folder; pass a model folder, or a Hub id like 'Qwen/Qwen3-0.6B'")
     from huggingface_hub import snapshot_download
@@ -279,15 +274,8 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {_one_line(error)}") from error
     if "gguf" in str(folder_or_id).lower() and not any(path.glob("*.safetensors")):
-        raise _is_gguf(folder_or_id, "FILE.gguf")
+        raise is_gguf(folder_or_id, "FILE.gguf")
     return path
-
-
-def _is_gguf(folder: str | os.PathLike[str], file: str) -> Unsupported:
-    return Unsupported(
-        f"{folder}: GGUF is not read here; let transformers expand it, and quantize again: model = "
-        f"{GGUF.format(folder=str(folder), file=file)}, then halfbyte.hf.quantize(model, weights='int4_g32')"
-    )
 
 
 def _one_line(error: Exception) -> str:

@@ -122,7 +122,8 @@ def quantize(
     fuse_gate_up: bool = False,
 ) -> Any:
     """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4 (on a CPU to int4_g32) with
-    clip="search", unless they are quantized already, and a cache of int4_channel keys and int8 values.
+    clip="search", unless they are quantized already, and a cache of int8_channel keys and int8 values. Where default weights do
+    not divide a layer, it takes the nearest format that does.
 
     weights        weight format of the linear layers and the experts in the transformer blocks; None: unchanged. Embeddings, norms
                    and routers are not quantized
