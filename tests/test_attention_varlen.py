@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from halfbyte import engine
+from halfbyte.cpu import attention_codes
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import PagedView
 from varlen_cases import MIXED, Batch, batch_of
@@ -57,15 +58,18 @@ def assert_same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> Non
 
 
 @pytest.mark.slow(sample=4)
+@pytest.mark.parametrize("compiled", [True, False], ids=["loops", "torch"])
 @pytest.mark.parametrize(("impl", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("reference", torch.float32)])
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [("int8", "int4_g32", "plain"), ("int4", "int4", "everything"), ("fp8", "int8", "window"), ("bf16", "bf16", "plain")],
 )
 def test_bits_depend_neither_on_chunks_nor_on_pages_nor_on_the_batch(
-    keys: str, values: str, options: str, impl: str, dtype: torch.dtype
+    keys: str, values: str, options: str, impl: str, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of more than one block of tokens, alone and next to others. lse of 16-bit queries is what fp32 sums made of it."""
+    if not compiled:
+        monkeypatch.setattr(attention_codes, "compiler_works", lambda: False)
     prompt, given = [(300, 300), (9, 40), (1, 290)], {"impl": impl, **OPTIONS[options]}
     whole = batch_of(prompt[:1], keys, values, dtype=dtype).attend(**given)
     for chunk in (1, 7, 64, 257):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 
 from accuracy import attention_errors
 from allocated import Allocated
-from halfbyte.cache import KVCache
 from halfbyte.cpu import attention_codes, threads
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.formats import KV_FORMATS, key_format
@@ -263,7 +263,7 @@ def test_a_window_reads_only_the_blocks_it_can_see() -> None:
     c = case(lengths=[4096], batch=1, window=16, heads=(1, 1))
     with mock.patch.object(cpu, "_load", wraps=cpu._load) as load:
         c.check(64 * 64)
-    assert load.call_count == 2  # one block of keys, one of values
+    assert load.call_count == (0 if attention_codes.compiler_works() else 2)  # one block of keys, one of values
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -297,7 +297,7 @@ def test_no_sequences_and_no_capacity() -> None:
 @pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("page", [None, 32])
 def test_memory_is_that_of_a_block_however_long_the_cache_is(name: str, page: int | None) -> None:
-    """One decoded block, its scores, and what unpacking and gathering make on the way."""
+    """One decoded block, its scores, and what unpacking and gathering make on the way; compiled loops decode less."""
     block = 1 << 14
     c = case(keys=name, values=name if name in VALUE_FORMATS else "int8", lengths=[8000, 5000], heads=(4, 2), dim=head_dim(name))
     if page is not None:
@@ -305,7 +305,8 @@ def test_memory_is_that_of_a_block_however_long_the_cache_is(name: str, page: in
         c = Case(**{**c.__dict__, "keys": paged(c.keys, page, order), "values": paged(c.values, page, order), "page_table": order})
     with Allocated() as allocated:
         c.run(block)
-    assert 1 <= allocated.most / (8 * block) <= 3  # in numbers of 8 bytes, as float64 has them
+    least = 0 if attention_codes.compiler_works() else 1
+    assert least <= allocated.most / (8 * block) <= 3  # in numbers of 8 bytes, as float64 has them
 
 
 @pytest.mark.parametrize("keys", ["fp16", "int8", "int8_token", "int8_tensor", "fp8", "int4_g32", "int4_channel"])
@@ -437,29 +438,39 @@ def test_awkward_shapes(drawn: tuple[Case, int]) -> None:
     built.check(block)
 
 
-@pytest.mark.parametrize(("lengths", "queries"), [([100, 600], 1), ([262], 8), ([257, 512, 3], 5)])
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize(("lengths", "queries"), [([100, 1100], 1), ([62], 8), ([257, 1024, 3], 5)])
+@pytest.mark.parametrize("name", ["int8", "int4_g32", "int4_channel"])
 def test_loops_read_nothing_behind_a_length(name: str, lengths: list[int], queries: int) -> None:
-    """Where a block of 256 tokens begins behind the end of a sequence, or behind what its first queries see."""
-    options = {"keys": name, "values": name, "dtype": torch.bfloat16, "queries": queries, "heads": (1, 1)}
+    """Where a block or a split of tokens begins behind the end of a sequence, or behind what its first queries see."""
+    options = {"keys": name, "values": "int4", "dtype": torch.bfloat16, "queries": queries, "heads": (1, 1)}
     case(batch=len(lengths), lengths=lengths, **options).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_tensor", "int8_token", "int8_g32", "int4", "int4_g64"])
-def test_loops_read_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same bits on any number of threads, and for a sequence alone and among others."""
-    read = mock.Mock(wraps=attention_codes.Walk)
-    monkeypatch.setattr(cpu, "Walk", read)
-    cache = KVCache(3, 2, 64, 96, keys=name, values=name)
-    cache.append(torch.randn(3, 2, 80, 64).bfloat16(), torch.randn(3, 2, 80, 64).bfloat16())
-    q = torch.randn(3, 8, 1, 64).bfloat16()
-    call = DecodeCall(q, cache.keys, cache.values, cache.lengths, None, None, AttentionOptions(0.125))
-    out, lse = cpu.decode_attention(call)
-    assert read.called == attention_codes.compiler_works()
+@pytest.mark.parametrize("keys", KV_FORMATS)
+@pytest.mark.parametrize("options", [{}, {"window": 700, "softcap": 5.0, "alibi_slopes": SLOPES.repeat(2)}], ids=["plain", "all"])
+def test_loops_take_every_call(keys: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits on any number of threads, for a sequence alone and among others, and for any chunk of its queries."""
+    loops = mock.Mock(wraps=attention_codes.decode_attention)
+    monkeypatch.setattr(attention_codes, "decode_attention", loops)
+    values = keys if keys in VALUE_FORMATS else "int8"
+    whole = case(keys=keys, values=values, heads=(8, 2), queries=5, lengths=[1300, 40, 0], dtype=torch.bfloat16, **options)
+    out, lse = whole.run()
+    assert loops.called == attention_codes.compiler_works()
+    if not loops.called:
+        return
     monkeypatch.setattr(threads, "STEPS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # as `over_rows` reads it
-    assert all(torch.equal(a, b) for a, b in zip(cpu.decode_attention(call), (out, lse), strict=True))
-    keys, values = (buffer.select(torch.tensor([1])) for buffer in (cache.keys, cache.values))
-    alone = DecodeCall(q[1:2], keys, values, cache.lengths[1:2], None, None, AttentionOptions(0.125))
-    if read.called:
-        assert all(torch.equal(a, b[1:2]) for a, b in zip(cpu.decode_attention(alone), (out, lse), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole.run(), (out, lse), strict=True))
+    for b, i in itertools.product(range(2), range(0, 5, 2)):
+        alone = DecodeCall(
+            whole.q[b : b + 1, :, i : i + 2],
+            whole.keys.select(torch.tensor([b])),
+            whole.values.select(torch.tensor([b])),
+            whole.lengths[b : b + 1],
+            whole.query_start[b : b + 1] + i,
+            None,
+            whole.options,
+        )
+        part = out[b : b + 1, :, i : i + 2], lse[b : b + 1, :, i : i + 2]
+        for results in (cpu.decode_attention(alone), cpu.chunk_attention(alone, int(whole.query_start[b]) + i)):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, part, strict=True))

@@ -57,7 +57,7 @@ STATE = [
         "cpu/decode_attention.py",
         "chunk_attention",
         Rewrite("_f // CHUNK_TOKENS * CHUNK_TOKENS", "_f"),
-        varlen("test_bits_depend_neither_on_chunks_nor_on_pages_nor_on_the_batch[fp8-int8-window-cpu-dtype1]"),
+        varlen("test_bits_depend_neither_on_chunks_nor_on_pages_nor_on_the_batch[fp8-int8-window-cpu-dtype1-torch]"),
     ),
     Mutant(
         "an exact prompt attends to its stored tokens, too",

@@ -1,83 +1,116 @@
-"""Attention of few query rows over keys and values as they are stored, by one compiled loop."""
+"""Attention over keys and values as they are stored, by compiled loops."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from halfbyte.cpu.threads import compiler_works, over_rows
+from halfbyte.formats import Code, Format, plain_format
 from halfbyte.kv_buffer import DecodeCall, KVBuffer
+from halfbyte.reference.hadamard import block_size
 
-#: Most query rows of a KV head for which codes are decoded in registers; for more, a GEMM on decoded blocks is faster.
-MOST_ROWS = 8
+if TYPE_CHECKING:
+    from halfbyte.cpu.compiled.attention import Side
+
+#: Columns of decoded rows are a multiple of it.
+LANES = 16
+#: A scale and an offset of what has none.
+_ONE, _ZERO = torch.ones(1, 1, 1, 1, dtype=torch.float16), torch.zeros(1, 1, 1, 1, dtype=torch.float16)
 
 
-def reads_codes(rows: torch.Tensor, buffer: KVBuffer) -> bool:
-    """Whether the loop multiplies `rows` [B, H, R, D] by this buffer."""
+def reads_codes(c: DecodeCall) -> bool:
+    """Whether the loops take this call: on a CPU, over codes and scales whose rows lie in one piece."""
+    return c.q.is_cpu and c.q.numel() > 0 and all(map(_is_readable, (c.keys, c.values))) and compiler_works()
+
+
+def _is_readable(buffer: KVBuffer) -> bool:
     code = buffer.format.code
-    return (
-        rows.is_cpu
-        and rows.dtype is torch.float32
-        and 0 < rows.shape[2] <= MOST_ROWS
-        and code.kind == "affine"
-        and code.bits in (4, 8)
-        and not buffer.format.token_block
-        and buffer.tail is None
-        and buffer.dim % 32 == 0
-        and buffer.codes.stride()[2:] == (buffer.codes.shape[3], 1)
-        and compiler_works()
-    )
+    rows = (t for t in buffer.tensors() if t is not None and t.ndim > 3 and t.shape[3] > 1)
+    return code.values is None and not code.bias and buffer.codes.numel() > 0 and all(t.stride(3) == 1 for t in rows)
 
 
-class Tokens(NamedTuple):
-    """Some tokens of a buffer: codes [B, H, n, D / codes per byte]; fp16 scales and offsets that broadcast to [B, H, n, groups]."""
+def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]; a query's bits depend on what it sees and on its position alone."""
+    from halfbyte.cpu.compiled.attention import SPLIT, Options, loops
 
-    codes: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor | None
+    q, o, lengths = c.q.detach(), c.options, c.lengths.numpy()
+    wide = q.float() if q.dtype.itemsize == 2 else q.double()
+    (batch, q_heads, count, dim), heads = q.shape, c.keys.heads
+    numbers = wide.numpy()
+    places = np.empty((batch, 4), np.int64)
+    places[:, 0], places[:, 1] = c.first_query.numpy(), 0 if o.starts is None else o.starts.numpy()
+    places[:, 2], places[:, 3] = o.limit(c.lengths).numpy(), lengths
+    splits = max(1, -(-int(places[:, 2].max()) // SPLIT))
+    shape = batch, heads, q_heads // heads * count
+    new = np.empty
+    rows = new((*shape, _width(dim)), numbers.dtype)
+    out = new((batch, heads, splits, shape[2], _width(c.values.dim)), numbers.dtype)
+    state = new((*out.shape[:-1], 2), numbers.dtype)
+    result, lse = new((batch, q_heads, count, c.values.dim), numbers.dtype), new((batch, q_heads, count), np.float32)
+    prepare, attend, finish = loops(numbers.dtype.name)
 
-    def arrays(self, table: torch.Tensor | None) -> tuple[object, ...]:
-        """As the loop takes them."""
-        shape = (*self.codes.shape[:3], self.scales.shape[-1])
-        scales, offsets = (None if t is None else _dense(t.expand(shape)).view(torch.uint16).numpy() for t in self[1:])
-        return self.codes.numpy(), None if table is None else table.numpy(), scales, offsets
+    keys, values = (_sides(buffer) for buffer in (c.keys, c.values))
+    prepare(numbers, o.sm_scale, block_size(dim) if o.rotate_keys else 0, keys[0][3].parts, rows)
+    table = new((0, 0), np.int32) if c.page_table is None else c.page_table.numpy()
+    options = Options(count, 2**40 if o.window is None else o.window, o.softcap or 0.0)
+    steps = rows.size * min(c.capacity, splits * SPLIT) * 2
+    units = batch * heads * splits
+    over_rows(attend, units, steps, rows, keys, values, table, places, _heads(o.alibi_slopes), options, state, out)
+    finish(state, out, _heads(o.sinks), values[0][3].parts, result, lse)
+    return torch.from_numpy(result).to(q.dtype), torch.from_numpy(lse)
 
 
-def _dense(t: torch.Tensor) -> torch.Tensor:
-    return t if t[0, 0].is_contiguous() else t.contiguous()
+def _width(dim: int) -> int:
+    """Columns of a decoded row."""
+    return -(-dim // LANES) * LANES
 
 
-class Walk:
-    """Attention of rows [B, H, R, D], scaled, so far: `state` [B, H, R, 2], peak and total, and `out` [B, H, R, Dv]."""
+def _heads(t: torch.Tensor | None) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """A number for each head, or none."""
+    return np.empty(0, np.float32) if t is None else t.detach().float().contiguous().numpy()
 
-    def __init__(self, c: DecodeCall, rows: torch.Tensor) -> None:
-        codes = [side.format.code for side in (c.keys, c.values)]
-        self.tables = [code.codebook() if code.per_byte == 2 else None for code in codes]
-        self.rows = torch.cat((rows[..., ::2], rows[..., 1::2]), -1) if codes[0].per_byte == 2 else rows.contiguous()
-        self.state = torch.cat((rows.new_full((*rows.shape[:3], 1), -torch.inf), rows.new_zeros(*rows.shape[:3], 1)), -1)
-        self.out = rows.new_zeros(*rows.shape[:3], c.values.dim)
-        self.softcap, slopes = c.options.softcap or 0.0, c.options.alibi_slopes
-        count, groups = c.q.shape[2], rows.shape[2] // c.q.shape[2]
-        self.slopes = None if slopes is None else slopes.float().view(-1, groups, 1).expand(-1, -1, count).flatten(1)  # [H, R]
-        # For each row the first key that it sees, the one after the last, and its position: [B, R, 3].
-        place = c.first_query.long().view(-1, 1) + torch.arange(count)
-        window = place.new_zeros(()) if c.options.window is None else place - c.options.window + 1
-        starts = 0 if c.options.starts is None else c.options.starts.long().view(-1, 1)
-        first = torch.maximum(window.clamp_min(0).expand(place.shape), place.new_zeros(place.shape) + starts)
-        last = torch.minimum(place + 1, c.options.limit(c.lengths).long().view(-1, 1))
-        self.spans = torch.stack((first, last, place), -1).repeat(1, groups, 1)
 
-    def visit(self, keys: Tokens, values: Tokens, start: int) -> None:
-        """Add the tokens from `start` on."""
-        from halfbyte.cpu.compiled.attention import attend
+def _sides(buffer: KVBuffer) -> tuple[Side, Side]:
+    """A buffer as the loops take it: what is quantized, and the tail."""
+    fmt, tail = buffer.format, buffer.tail
+    scales, offsets = (None if t is None else broadcast_scales(t, fmt) for t in (buffer.scales, buffer.offsets))
+    coded = _side(buffer.codes, fmt.code, scales, offsets, fmt.token_block or 0, buffer.sink_tokens, buffer.ring)
+    if tail is None:
+        return coded, _side(buffer.codes[:0], fmt.code)
+    return coded, _side(tail, plain_format(tail.dtype).code)
 
-        slopes = None if self.slopes is None else self.slopes.numpy()
-        fixed = (self.rows.numpy(), self.spans.numpy(), slopes, self.softcap, start, self.state.numpy(), self.out.numpy())
-        steps = self.rows.numel() * keys.codes.shape[2] * 2
-        over_rows(attend, self.rows.shape[:2].numel(), steps, keys.arrays(self.tables[0]), values.arrays(self.tables[1]), *fixed)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Out [B, H, R, Dv], not divided by the total; peak and total [B, H, R, 1]."""
-        out = self.out if self.tables[1] is None else self.out.unflatten(-1, (2, -1)).mT.flatten(-2)
-        return out, self.state[..., :1], self.state[..., 1:]
+def _side(
+    codes: torch.Tensor,
+    code: Code,
+    scales: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    every: int = 0,
+    sinks: int = 0,
+    ring: int = 0,
+) -> Side:
+    """Rows of codes [.., n]. Scales that there are not are 1, and offsets 0."""
+    from halfbyte.cpu.compiled.attention import Facts
+    from halfbyte.cpu.compiled.blocks import READERS
+
+    groups = 1 if scales is None else scales.shape[3]
+    facts = Facts(list(READERS).index(code.name), codes.shape[3], code.per_byte, groups, every, sinks, ring)
+    shape = scales.shape if every and scales is not None else (*codes.shape[:3], groups)
+    halves = ((one if t is None else t).expand(shape) for t, one in ((scales, _ONE), (offsets, _ZERO)))
+    scale, offset = (t.view(torch.uint16).numpy() for t in halves)
+    return codes.view(torch.uint8).numpy(), scale, offset, facts
+
+
+def broadcast_scales(t: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Scales or offsets as [B|1, H|1, n|1, groups]; per channel: [B, H, n / every, D]."""
+    match fmt.granularity:
+        case "tensor":
+            return t.view(1, 1, 1, 1)
+        case "token":
+            return t[:, None, :, None]
+        case "head":
+            return t.unsqueeze(-1)
+    return t

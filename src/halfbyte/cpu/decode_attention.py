@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from halfbyte.cpu.attention_codes import Tokens, Walk, reads_codes
+from halfbyte.cpu import attention_codes
+from halfbyte.cpu.attention_codes import broadcast_scales, reads_codes
 from halfbyte.cpu.codes import unpack_into
 from halfbyte.device import SPINNING
 from halfbyte.formats import Format
@@ -34,6 +35,8 @@ CHUNK_QUERIES, CHUNK_TOKENS = 8, 256
 
 def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
+    if reads_codes(c):
+        return attention_codes.decode_attention(c)
     span = _span(c, c.first_query, c.q.shape[2])
     return _walk(c, replace(span, step=_step(span, c)))
 
@@ -44,6 +47,8 @@ def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tens
     out [1, Hq, L, Dv] in q's dtype, lse float32 [1, Hq, L]. A query's bits depend on what it sees, on its position and on nothing
     else.
     """
+    if reads_codes(c):
+        return attention_codes.decode_attention(c._replace(query_start=torch.full_like(c.lengths, start)))
     (_, heads, length, dim), before = c.q.shape, start % CHUNK_QUERIES
     blocks = -(-(before + length) // CHUNK_QUERIES)
     padded = c.q.new_zeros(blocks * CHUNK_QUERIES, heads, dim)
@@ -64,8 +69,6 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     q, keys, values, lengths, page_table, options = c.q, c.keys, c.values, c.lengths, c.page_table, c.options
     query_start, queries = c.first_query, q.shape[2]
     rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]
-    if len(rows) == len(lengths) and not span.padded and reads_codes(rows, keys) and reads_codes(rows, values):
-        return _walk_codes(c, rows, span)
     if q.is_cpu:
         SPINNING.step()
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
@@ -105,21 +108,6 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
             p.mul_(_filled_scale(scale, size).mT)
         out = out.mul_(keep).add_(_product(p, _filled(block, size)))
     return _finish(q, out, peak, total, options)
-
-
-def _walk_codes(c: DecodeCall, rows: torch.Tensor, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_walk` by the compiled loop; pages are gathered a block at a time."""
-    walk, step = Walk(c, rows), max(span.last - span.first, 1) if c.page_table is None else span.step
-    for lo in range(span.first, span.last, step):
-        hi = min(lo + step, span.last)
-        walk.visit(_tokens(c.keys, c.page_table, lo, hi), _tokens(c.values, c.page_table, lo, hi), lo)
-    return _finish(c.q, *walk.result(), c.options)
-
-
-def _tokens(buffer: KVBuffer, page_table: torch.Tensor | None, lo: int, hi: int) -> Tokens:
-    codes, scales, offsets = (None if t is None else _rows(t, page_table, lo, hi) for t in buffer.tensors()[:3])
-    assert codes is not None and scales is not None
-    return Tokens(codes, _spread(scales, buffer.format, None), None if offsets is None else _spread(offsets, buffer.format, None))
 
 
 def _product(rows: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -266,17 +254,9 @@ def _load(
 
 
 def _spread(t: torch.Tensor, fmt: Format, stored: torch.Tensor | None) -> torch.Tensor:
-    """Scales or offsets as [B|1, H|1, n|1, groups] (per channel: [B, H, n / every, D]), 0 for tokens that no query can see."""
-    match fmt.granularity:
-        case "tensor":
-            return t.view(1, 1, 1, 1)
-        case "channel":
-            return t
-        case "token":
-            t = t[:, None, :, None]
-        case "head":
-            t = t.unsqueeze(-1)
-    return t if stored is None else t.masked_fill(~stored, 0)
+    """`broadcast_scales`, 0 for tokens that no query can see, unless they are per tensor or per channel."""
+    spread = broadcast_scales(t, fmt)
+    return spread if stored is None or fmt.granularity in ("tensor", "channel") else spread.masked_fill(~stored, 0)
 
 
 def _rows(t: torch.Tensor, page_table: torch.Tensor | None, lo: int, hi: int) -> torch.Tensor:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import njit
 
-#: What loops are compiled from: any of these files, since they call each other's.
-_SOURCES = tuple(sorted((file.stat().st_mtime_ns, file.stat().st_size) for file in Path(__file__).parent.glob("*.py")))
+#: Of all files of this package, into which loops are inlined.
+_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()[:12]
 
 
-def loop(function: Callable[..., None]) -> Any:
+def loop(function: Callable[..., Any], signature: Any = None) -> Any:
     """A loop that runs without the GIL; compiled once, and kept on disk if there is a folder that can be written to.
 
-    numba compiles anew what it kept if the function's own file has changed; here if any of `_SOURCES` has.
+    With a signature arguments are converted to its types: arrays with any strides need no code of their own.
     """
+    # numba reads a stored loop again if the file of the loop is as it was, and looks at no file that the loop calls.
+    function.__qualname__ = f"{function.__name__}_{_DIGEST}"
     options = {"nogil": True, "error_model": "numpy"}
     try:
-        compiled = njit(cache=True, **options)(function)
-        compiled._cache._cache_file._source_stamp = _SOURCES
-    except (RuntimeError, AttributeError):  # no such folder, or a numba whose cache is another
-        return njit(**options)(function)
-    return compiled
+        return njit(signature, cache=True, **options)(function)
+    except RuntimeError:  # no such folder
+        return njit(signature, **options)(function)
