@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import platform
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -474,3 +479,18 @@ def test_loops_take_every_call(keys: str, options: dict[str, Any], monkeypatch: 
         part = out[b : b + 1, :, i : i + 2], lse[b : b + 1, :, i : i + 2]
         for results in (cpu.decode_attention(alone), cpu.chunk_attention(alone, int(whole.query_start[b]) + i)):
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, part, strict=True))
+
+
+@pytest.mark.slow
+def test_cpus_without_avx512(tmp_path: Path) -> None:
+    """The same promise of the code that they run."""
+    if not attention_codes.compiler_works() or platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("loops that are compiled for another x86 CPU")
+    script = "import torch; from test_cpu_attention import case\n"
+    script += "for keys, values in (('int8', 'int4_g32'), ('int4_channel', 'fp8'), ('int2_g32', 'bf16')):\n"
+    script += "    for dtype in (torch.float32, torch.bfloat16):\n"
+    script += "        case(keys=keys, values=values, queries=3, lengths=[37, 300, 0], dtype=dtype).check()\n"
+    features = "+avx2,+avx,+fma,+f16c,+bmi,+bmi2,+sse4.2"
+    machine = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, **machine, "PYTHONPATH": folders}, check=True)

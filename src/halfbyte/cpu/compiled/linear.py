@@ -83,13 +83,17 @@ def _lookup_avx2(builder: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.
 
 
 class Rows:
-    """Emits code that reads rows of a weight's codes. Arrays as in `products`; one that is None has no code."""
+    """Emits code that reads rows of codes: of a weight, or keys or values. Arrays as in `products`; one that is None has no code.
+
+    `scales` may be the bits of fp16 (uint16), and `zeros` such offsets, or fp32 ones, which are added after the scale.
+    """
 
     def __init__(self, context: Any, builder: ir.IRBuilder, kinds: tuple[Any, ...], values: tuple[ir.Value, ...]) -> None:
         self.builder = builder
         self.codes, self.table, self.scales, self.scale_table, self.zeros = (
             array_of(context, builder, kind, value) for kind, value in zip(kinds, values, strict=True)
         )
+        self.adds = self.zeros is not None and kinds[4].dtype != types.uint8
         self.bytes = cgutils.unpack_tuple(builder, self.codes.shape)[1]
         self.groups = cgutils.unpack_tuple(builder, self.scales.shape)[1]
         self.step = 2 * LANES if self.table is None else LANES  # bytes of two vectors
@@ -124,6 +128,9 @@ class Rows:
         values = self._units(builder.add(builder.mul(row, self.bytes), at))
         if self.zeros is None:
             return [builder.fmul(value, scale) for value in values]
+        if self.adds:
+            offsets = spread(builder, _floats(builder, self.zeros.data, offset, count), places)
+            return [builder.fadd(builder.fmul(value, scale), offsets) for value in values]
         stored = load(builder, self.zeros.data, offset, ir.VectorType(_BYTE, count))
         zero = spread(builder, builder.uitofp(stored, ir.VectorType(_FLOAT, count)), places)
         return [builder.fmul(builder.fsub(value, zero), scale) for value in values]
@@ -142,13 +149,21 @@ class Rows:
         """`count` scales from the one at `offset` on, a vector."""
         builder, vector = self.builder, ir.VectorType(_FLOAT, count)
         if self.scale_table is None:
-            return load(builder, self.scales.data, offset, vector)
+            return _floats(builder, self.scales.data, offset, count)
         result = ir.Constant(vector, ir.Undefined)
         for i in range(count):
             stored = builder.load(builder.gep(self.scales.data, [builder.add(offset, self.integer(i))]))
             scale = builder.load(builder.gep(self.scale_table.data, [builder.zext(stored, offset.type)]))
             result = builder.insert_element(result, scale, ir.Constant(_INT, i))
         return result
+
+
+def _floats(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, count: int) -> ir.Value:
+    """`count` numbers of fp32, or of fp16 given by their bits."""
+    if pointer.type.pointee == _FLOAT:
+        return load(builder, pointer, offset, ir.VectorType(_FLOAT, count))
+    half = load(builder, pointer, offset, ir.VectorType(ir.HalfType(), count))
+    return builder.fpext(half, ir.VectorType(_FLOAT, count))
 
 
 def array_of(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> Any:
