@@ -184,10 +184,11 @@ def _load(
             end = min(end, t + size - row)
         if facts.every:
             end = min(end, t + facts.every - token % facts.every)
-            for d in range(facts.width * facts.parts):
-                at = _column(d, facts.parts, block.shape[1])
-                factors[0, at] = half(side[1], page, h, row // facts.every, d)
-                factors[1, at] = half(side[2], page, h, row // facts.every, d)
+            group, part = row // facts.every, block.shape[1] // facts.parts
+            for i in range(facts.parts):
+                for j in range(facts.width):
+                    factors[0, i * part + j] = half(side[1], page, h, group, j * facts.parts + i)
+                    factors[1, i * part + j] = half(side[2], page, h, group, j * facts.parts + i)
         decode(side, page, h, row, end - t, factors, block, t)
         t = end
 

@@ -166,6 +166,13 @@ def _at(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value, vector: ir.V
     return load(builder, builder.inttoptr(address, vector.element.as_pointer()), offset, vector)
 
 
+def _prefetch(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> None:
+    """Ask for `count` bytes, by lines of 64, so that they are in cache when they are read. Any address will do."""
+    for at, _ in _tiles(builder, builder.add(count, _long(63)), (64,)):
+        pointer = builder.inttoptr(builder.add(address, at), _BYTE.as_pointer())
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(_INT, flag) for flag in (0, 3, 1)))
+
+
 def _half(builder: ir.IRBuilder, array: Any, *index: ir.Value) -> ir.Value:
     return builder.load(builder.inttoptr(_address(builder, array, *index), _HALF.as_pointer()), align=2)
 
@@ -225,6 +232,9 @@ def decode(typing_context: Any, side: Any, page: Any, h: Any, row: Any, rows: An
         def number(array: Any, place: ir.Value, group: ir.Value) -> ir.Value:
             return builder.fpext(_half(builder, array, args[1], args[2], place, group), target.number)
 
+        # Rows of the next block arrive while this one is multiplied.
+        row_bytes = cgutils.unpack_tuple(builder, codes.shape)[3]
+        ahead = builder.mul(target.rows, cgutils.unpack_tuple(builder, codes.strides)[2])
         in_groups = builder.icmp_signed("==", every, _long(0))
         size = builder.sdiv(count, groups)
         after = builder.append_basic_block("decoded")
@@ -238,6 +248,7 @@ def decode(typing_context: Any, side: Any, page: Any, h: Any, row: Any, rows: An
                         line = builder.add(args[7], place)
                         place = builder.add(args[3], place)
                         source = _address(builder, codes, args[1], args[2], place)
+                        _prefetch(builder, builder.add(source, ahead), row_bytes)
                         for group, _ in _tiles(builder, groups, (1,)):
                             common = [number(array, place, group) for array in (scales, offsets)]
                             start = builder.mul(group, size)
@@ -247,6 +258,7 @@ def decode(typing_context: Any, side: Any, page: Any, h: Any, row: Any, rows: An
                     for place, _ in _tiles(builder, args[4], (1,)):
                         line = builder.add(args[7], place)
                         source = _address(builder, codes, args[1], args[2], builder.add(args[3], place))
+                        _prefetch(builder, builder.add(source, ahead), row_bytes)
                         for at in _tiles(builder, count, (LANES, 1)):
                             step(read, source, at, _long(0), None)
             builder.branch(after)
