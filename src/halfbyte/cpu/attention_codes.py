@@ -77,10 +77,10 @@ def _sides(buffer: KVBuffer) -> tuple[Side, Side]:
     """A buffer as the loops take it: what is quantized, and the tail."""
     fmt, tail = buffer.format, buffer.tail
     scales, offsets = (None if t is None else broadcast_scales(t, fmt) for t in (buffer.scales, buffer.offsets))
-    coded = _side(buffer.codes, fmt.code, scales, offsets, fmt.token_block or 0, buffer.sink_tokens, buffer.ring)
+    rows = _side(buffer.codes, fmt.code, scales, offsets, fmt.token_block or 0, buffer.sink_tokens, buffer.ring)
     if tail is None:
-        return coded, _side(buffer.codes[:0], fmt.code)
-    return coded, _side(tail, plain_format(tail.dtype).code)
+        return rows, _side(buffer.codes[:0], fmt.code)
+    return rows, _side(tail, plain_format(tail.dtype).code)
 
 
 def _side(

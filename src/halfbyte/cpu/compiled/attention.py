@@ -166,19 +166,19 @@ def _load(
     """block[t] = token lo + t, for t from `first` to `last`; scratch [3, columns]."""
     side, tail = sides
     facts, size, has_tail = side[3], side[0].shape[2], tail[0].size > 0
-    coded = length // facts.every * facts.every if facts.every else max(length - facts.ring, 0)
+    tail_start = length // facts.every * facts.every if facts.every else max(length - facts.ring, 0)
     factors, line = scratch[:2], scratch[2:]
     t = first
     while t < last:
         token = lo + t
-        if has_tail and (token < facts.sinks or token >= coded):
+        if has_tail and (token < facts.sinks or token >= tail_start):
             row = token if token < facts.sinks else facts.sinks + token % facts.ring
             decode(tail, b, h, row, 1, factors, line, 0)
             for d in range(tail[3].width):
                 block[t, _column(d, facts.parts, block.shape[1])] = line[0, d]
             t += 1
             continue
-        page, row, end = b, token, min(last, coded - lo) if has_tail else last
+        page, row, end = b, token, min(last, tail_start - lo) if has_tail else last
         if page_table.size:
             page, row = min(max(page_table[b, token // size], 0), side[0].shape[0] - 1), token % size
             end = min(end, t + size - row)

@@ -242,8 +242,8 @@ def decode(typing_context: Any, side: Any, page: Any, h: Any, row: Any, rows: An
         for i, (name, read) in enumerate(READERS.items()):
             switch.add_case(_long(i), case := builder.append_basic_block(name))
             builder.position_at_end(case)
-            with builder.if_else(in_groups) as (each, shared):
-                with each:
+            with builder.if_else(in_groups) as (by_group, by_column):
+                with by_group:
                     for place, _ in _tiles(builder, args[4], (1,)):
                         line = builder.add(args[7], place)
                         place = builder.add(args[3], place)
@@ -254,7 +254,7 @@ def decode(typing_context: Any, side: Any, page: Any, h: Any, row: Any, rows: An
                             start = builder.mul(group, size)
                             for at in _tiles(builder, size, (LANES, 8, 1)):
                                 step(read, source, at, start, common)
-                with shared:
+                with by_column:
                     for place, _ in _tiles(builder, args[4], (1,)):
                         line = builder.add(args[7], place)
                         source = _address(builder, codes, args[1], args[2], builder.add(args[3], place))
