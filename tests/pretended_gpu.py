@@ -16,8 +16,8 @@ from halfbyte.ops import _decode_on_gpu, _library, _linear_on_gpu, launch_cache
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
-from halfbyte.plans.linear_spec import LinearProblem
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_problem import GemmProblem
 
 
 class Launches(dict[Any, Any]):
@@ -100,8 +100,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     gpu = Gpu()
 
-    def plan(problem: LinearProblem, device: Any, use_pdl: bool) -> Any:
-        return tuned_linear(problem, H200, use_pdl)
+    def plan(problem: GemmProblem, device: Any, use_pdl: bool) -> Any:
+        return tuned_gemm(problem, H200, use_pdl)
 
     watch_launches(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: gpu.jit(kernel, *args, **kwargs))

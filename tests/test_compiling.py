@@ -256,7 +256,7 @@ def test_a_variant_is_compiled_again_when_anything_that_it_is_made_from_changes(
 
 
 def test_the_code_of_constants_is_found_in_a_zip(tmp_path: Path) -> None:
-    modules = ("halfbyte.plans.linear_spec",)
+    modules = ("halfbyte.plans.gemm_spec",)
     archive = shutil.make_archive(str(tmp_path / "all"), "zip", Path(halfbyte.__file__).parents[1], "halfbyte")
     code = f"import halfbyte; from halfbyte.plans.compiled_for import _digest; print(halfbyte.__file__, _digest({modules}))"
     found = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": archive}, check=True, capture_output=True)

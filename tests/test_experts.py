@@ -16,6 +16,7 @@ from halfbyte.device import H200
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts, mlp
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops import _linear_on_gpu
 from halfbyte.ops import experts_linear as one
 from halfbyte.ops.experts_linear import EXPERTS, experts_of_parts
 from halfbyte.ops.experts_mlp import EXPERTS_MLP, MlpCall, Projection, experts_mlp
@@ -210,7 +211,8 @@ def test_what_runs_the_prompts_of_an_h200(
     """Codes are multiplied as they are wherever `experts_linear` does so, also where one call cannot take both projections."""
     seen: list[str] = []
     monkeypatch.setattr(one, "gpu", lambda _: H200)
-    monkeypatch.setattr(one, "_plan", one._plan.__wrapped__)
+    monkeypatch.setattr(_linear_on_gpu, "gpu", lambda _: H200)
+    monkeypatch.setattr(_linear_on_gpu, "_plan", _linear_on_gpu._plan.__wrapped__)
     for name in ("run", "run_both", "run_wgmma", "run_both_wgmma"):
         monkeypatch.setattr(one._experts_prompt, name, lambda *_, name=name: seen.append(name))
     x, ids = (torch.empty(tokens, n, dtype=dtype, device="meta") for n, dtype in ((256, half), (8, torch.int64)))

@@ -17,8 +17,9 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear import async_copy, ring, sync
 from halfbyte.kernels.linear.ring import Weights
-from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearProblem, LinearSpec
+from halfbyte.plans.gemm_mma import mma_plan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import MmaSpec
 from machine.arithmetic import Array
 from machine.inline import Threads, on_block
 from machine.memory import SHARED
@@ -28,12 +29,12 @@ WIDTHS = {"int4_sym_g128": 2304, "int4_g128": 2560, "int4_g32": 2176, "int4_sym_
 WIDTHS |= {"int8_col": 2256, "int8_g128": 2304, "nf4": 2240, "mxfp4": 2176, "nvfp4": 2112}
 
 
-def planned(name: str, rows: int, n: int) -> LinearSpec:
+def planned(name: str, rows: int, n: int) -> MmaSpec:
     """For two weights of n / 2 rows."""
     weight = (WEIGHT_FORMATS[name], n // 2)
-    found = gluon_linear(LinearProblem((weight, weight), rows, WIDTHS[name], "bf16"), H200, use_pdl=True)
+    found = mma_plan(GemmProblem((weight, weight), rows, WIDTHS[name], "bf16"), H200, use_pdl=True)
     assert not isinstance(found, str), found
-    assert isinstance(found.spec, LinearSpec)
+    assert isinstance(found.spec, MmaSpec)
     return found.spec
 
 
@@ -46,7 +47,7 @@ class Tensors:
     rows: dict[str, Array]
 
     @classmethod
-    def of(cls, spec: LinearSpec, width: int, rows: int, features: tuple[int, ...], gap: int) -> Tensors:
+    def of(cls, spec: MmaSpec, width: int, rows: int, features: tuple[int, ...], gap: int) -> Tensors:
         weight = spec.weights[0]
         groups = width // weight.group if weight.group else 0
         shapes = {"x": (rows, 2 * (width + gap))}
@@ -63,7 +64,7 @@ class Tensors:
         return torch.tensor([[[self.memory.ctypes.data + self.at[name]]]])
 
 
-def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: LinearSpec) -> None:
+def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: MmaSpec) -> None:
     """codes: bytes of the rows of a tile, up to where K ends."""
     words = spec.weights[0].words(spec)
     layout = code_ring_layout(words)
@@ -78,7 +79,7 @@ def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: Linear
         ring[slot, w][row[inside], swizzled[inside]] = there
 
 
-def expect_x(shared: Array, x: Array, slot: int, step: int, spec: LinearSpec) -> None:
+def expect_x(shared: Array, x: Array, slot: int, step: int, spec: MmaSpec) -> None:
     """x: bytes of its rows, up to where K ends."""
     shape = (spec.stages, spec.k_slices, spec.x_high, spec.chunk // 32, spec.x_low, 32)
     ring = shared[spec.x_at : spec.scales_at].view(np.int16).reshape(shape)
@@ -88,7 +89,7 @@ def expect_x(shared: Array, x: Array, slot: int, step: int, spec: LinearSpec) ->
         ring[slot, :, m // spec.x_low, :, m % spec.x_low, :] = whole.reshape(spec.k_slices, -1, 32)
 
 
-def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, spec: LinearSpec) -> None:
+def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, spec: MmaSpec) -> None:
     """Scales (or zero points) of `size` bytes: those of the rows of a tile, up to where K ends."""
     each = spec.columns(spec.weights[0]) * size
     there = scales[:, step * each : (step + 1) * each]
@@ -98,7 +99,7 @@ def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, s
 
 
 def expected(
-    block: Threads, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: LinearSpec
+    block: Threads, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: MmaSpec
 ) -> Array:
     """Shared memory once a step of a tile of K = k is there. tile: which weight's, and its first row."""
     shared, weight = block.shared.bytes.copy(), spec.weights[0]

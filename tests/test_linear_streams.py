@@ -17,8 +17,9 @@ import torch
 from halfbyte.device import H200
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear import sync
-from halfbyte.plans.linear import _scale_slots, gluon_linear
-from halfbyte.plans.linear_spec import LinearProblem, LinearSpec
+from halfbyte.plans.gemm_mma import _scale_slots, mma_plan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import MmaSpec
 from machine.inline import Threads, on_block
 from machine.memory import SHARED
 
@@ -48,7 +49,7 @@ class Rules:
     free: list[tuple[int, int]] | None
 
 
-def rules_of(spec: LinearSpec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
+def rules_of(spec: MmaSpec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
     """What the kernel's functions say, which count with tensors as they do with the compiler's values."""
     waited: list[tuple[int, int, int]] = []
 
@@ -151,12 +152,12 @@ KEPT = [
 ]
 
 
-def kept(stages: int, slots: int, rows: int = 1) -> LinearSpec:
+def kept(stages: int, slots: int, rows: int = 1) -> MmaSpec:
     """A plan with so many stages, and with slots for the scales of so many steps."""
     weight = WEIGHT_FORMATS["int4_sym_g128"]
-    found = gluon_linear(LinearProblem(((weight, 8192),), rows, 8192, "bf16"), H200, use_pdl=True)
+    found = mma_plan(GemmProblem(((weight, 8192),), rows, 8192, "bf16"), H200, use_pdl=True)
     assert not isinstance(found, str), found
-    assert isinstance(found.spec, LinearSpec)
+    assert isinstance(found.spec, MmaSpec)
     return replace(found.spec, stages=stages, scale_slots=slots)
 
 
@@ -210,7 +211,7 @@ def test_the_model_finds_what_is_wrong(broken: str, what: str, monkeypatch: pyte
         explored(rules)
 
 
-def threads_of(spec: LinearSpec, monkeypatch: pytest.MonkeyPatch) -> Threads:
+def threads_of(spec: MmaSpec, monkeypatch: pytest.MonkeyPatch) -> Threads:
     layout = sync.thread_layout(spec)
     assert [layout.size_per_thread, layout.threads_per_warp] == [[1, 1, 1], [1, 1, 32]]
     assert [layout.warps_per_cta, layout.order] == [[spec.k_slices, spec.warps_m, 1], [2, 1, 0]]

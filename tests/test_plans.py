@@ -21,10 +21,11 @@ from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_shapes import programs, reduce_fanin_of, with_reduce_smem
 from halfbyte.plans.decode_spec import DecodePlan, DecodeWgmmaSpec
 from halfbyte.plans.explain import explanation, linear_explanation
+from halfbyte.plans.gemm_mma import mma_plan
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_portable import EXACT_ROWS, PortableTiles, folds_exactly, portable_tiles
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.kv_codec import KVSpec, kv_spec, padded
-from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_portable import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 
 LAYER = DecodeProblem(
     *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False),
@@ -495,8 +496,8 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
     assert facts["partial sums"] == "none"
     assert "data-parallel" in facts["schedule"]
     assert "13.17 MB" in facts["bytes"]  # 6144 * 4096 / 2 of codes, 3 bytes for each 128
-    plan = gluon_linear(LinearProblem(((WEIGHT_FORMATS["int4_g128"], 6144),), 1, 4096, "bf16"), H200, use_pdl=True)
-    assert isinstance(plan, LinearPlan)
+    plan = mma_plan(GemmProblem(((WEIGHT_FORMATS["int4_g128"], 6144),), 1, 4096, "bf16"), H200, use_pdl=True)
+    assert isinstance(plan, GemmPlan)
     assert facts["programs"].startswith(f"{plan.programs}, ")
     assert f"{plan.spec.shared_bytes / 1024:.0f} KB" in facts["ring"]
 
@@ -553,9 +554,9 @@ def portable(
     num_sms: int = 132,
     capability: tuple[int, int] = (8, 0),
     row_invariant: bool = False,
-) -> LinearTiles:
-    problem = LinearProblem(((WEIGHT_FORMATS[name], n),), rows, width, "bf16")
-    return linear_tiles(problem, GPU("", num_sms, capability), row_invariant)
+) -> PortableTiles:
+    problem = GemmProblem(((WEIGHT_FORMATS[name], n),), rows, width, "bf16")
+    return portable_tiles(problem, GPU("", num_sms, capability), row_invariant)
 
 
 @given(
@@ -570,7 +571,7 @@ def test_the_splits_of_a_product_cover_its_columns(
     weights: list[tuple[Format, int]], rows: int, width: int, num_sms: int, capability: tuple[int, int], invariant: bool
 ) -> None:
     """All of them, none twice, and no split without any; exact sums never mix groups that have scales of their own."""
-    t = linear_tiles(LinearProblem(tuple(weights), rows, width, "bf16"), GPU("", num_sms, capability), invariant)
+    t = portable_tiles(GemmProblem(tuple(weights), rows, width, "bf16"), GPU("", num_sms, capability), invariant)
     steps = -(-width // t.block_k)
     assert (t.splits - 1) * t.share < steps <= t.splits * t.share
     assert t.splits <= 32

@@ -13,10 +13,12 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
-from halfbyte.plans.linear import gluon_linear, shares
-from halfbyte.plans.linear_large import LinearLargeSpec, large_linear, parts_of
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_large import LargeSpec, large_plan, parts_of
+from halfbyte.plans.gemm_mma import mma_plan, shares
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import MmaSpec, WgmmaSpec
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES
 
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
@@ -24,18 +26,18 @@ EVERYTHING = {(8, 0): 164 << 10, (8, 9): 100 << 10, (9, 0): 228 << 10, (10, 0): 
 DRIVER = 1024
 
 
-def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
-    return gluon_linear(problem(name, n, k, rows, dtype), H200._replace(**device), use_pdl=True)
+def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, dtype: str = "bf16", **device: Any) -> GemmPlan | str:
+    return mma_plan(problem(name, n, k, rows, dtype), H200._replace(**device), use_pdl=True)
 
 
-def problem(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str) -> LinearProblem:
+def problem(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str) -> GemmProblem:
     features = n if isinstance(n, tuple) else (n,)
-    return LinearProblem(tuple((WEIGHT_FORMATS[name], one) for one in features), rows, k, dtype)
+    return GemmProblem(tuple((WEIGHT_FORMATS[name], one) for one in features), rows, k, dtype)
 
 
-def tuned(*args: Any, **more: Any) -> LinearPlan:
+def tuned(*args: Any, **more: Any) -> GemmPlan:
     found = planned(*args, **more)
-    assert isinstance(found, LinearPlan), found
+    assert isinstance(found, GemmPlan), found
     return found
 
 
@@ -125,7 +127,7 @@ def test_every_step_is_computed_once(tiles: int, steps: int, programs: int) -> N
 )
 def test_few_rows_leave_columns_for_more_groups(name: str, rows: int, groups_per_mma: int, halved: bool, columns: int) -> None:
     spec = tuned(name, 4096, 4096, rows).spec
-    assert isinstance(spec, LinearSpec)
+    assert isinstance(spec, MmaSpec)
     weight = spec.weights[0]
     assert (weight.groups_per_mma(spec), weight.halved(spec), spec.sums) == (groups_per_mma, halved, columns)
     assert weight.operands_scaled(spec) == (name == "nvfp4" and rows > 4)
@@ -163,7 +165,7 @@ def test_scales_two_bytes_off_a_multiple_of_four() -> None:
 
 def test_formats_are_not_mixed_and_old_gpus_refused() -> None:
     mixed = (WEIGHT_FORMATS["nf4"], 64), (WEIGHT_FORMATS["mxfp4"], 64)
-    assert "different formats" in str(gluon_linear(LinearProblem(mixed, 1, 4096, "bf16"), H200, use_pdl=True))
+    assert "different formats" in str(mma_plan(GemmProblem(mixed, 1, 4096, "bf16"), H200, use_pdl=True))
     assert "compute capability 7.5" in str(planned("nf4", 64, 4096, capability=(7, 5)))
     assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.use_pdl
 
@@ -179,14 +181,14 @@ def test_a_triton_that_sees_equal_parts_only_has_rings_of_them(
         monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
         found = planned(*case, capability=capability)
         assert type(found) is type(usual) or capability == (8, 9), (case, found)  # 100 KB are too few for some of them
-        if isinstance(usual, LinearPlan) and isinstance(found, LinearPlan):
-            assert isinstance(found.spec, LinearSpec)
+        if isinstance(usual, GemmPlan) and isinstance(found, GemmPlan):
+            assert isinstance(found.spec, MmaSpec)
             assert found.spec.used_bytes <= found.spec.ring_bytes < found.spec.used_bytes + (16 << 10)
             assert not [ring for ring in seen(found.spec) if ring[0] % ring[1] or found.spec.ring_bytes % ring[1]], case
             assert not [ring for ring in seen(usual.spec) if ring[0] % ring[1]], case
 
 
-def seen(spec: LinearSpec) -> list[tuple[int, int]]:
+def seen(spec: MmaSpec) -> list[tuple[int, int]]:
     """(where it begins, bytes of a slot) of what kernels see as matrices."""
     weight = spec.weights[0]
     found = [(0, weight.slot_bytes(spec) // spec.code_parts), (spec.x_at, 2 * spec.step * spec.x_rows)]
@@ -238,7 +240,7 @@ def test_codebooks_hold_the_nearest_16_bit_numbers() -> None:
 def test_the_bits_of_e2m1_are_the_number(dtype: str, torch_dtype: torch.dtype, shift: int, name: str, rows: int) -> None:
     """Operand times what x and scales were multiplied by is the value in units."""
     spec = tuned(name, 64, 4096, rows, dtype).spec
-    assert isinstance(spec, LinearSpec)
+    assert isinstance(spec, MmaSpec)
     weight, code = spec.weights[0], torch.arange(16, dtype=torch.int32)
     operands = (((code & 7) << shift) | ((code & 8) << 12)).to(torch.int16).view(torch_dtype).double()
     factor = weight.x_factor(spec) * (weight.scale_factor(spec) if weight.operands_scaled(spec) else 1.0)
@@ -249,8 +251,8 @@ def test_the_bits_of_e2m1_are_the_number(dtype: str, torch_dtype: torch.dtype, s
 # ----------------------------------------------------------------------------------------------------- wgmma
 
 
-def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
-    return tuned_linear(problem(name, n, k, rows, dtype), H200._replace(**device), use_pdl=True)
+def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str = "bf16", **device: Any) -> GemmPlan | str:
+    return tuned_gemm(problem(name, n, k, rows, dtype), H200._replace(**device), use_pdl=True)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -264,7 +266,7 @@ def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, dtype: str) -> 
         if isinstance(found, str):
             pytest.fail(found)
         spec = found.spec
-        assert isinstance(spec, LinearWgmmaSpec)
+        assert isinstance(spec, WgmmaSpec)
         assert found.programs_per_sm == 1
         assert spec.shared_bytes + DRIVER <= EVERYTHING[9, 0] < 2 * (spec.shared_bytes + DRIVER)
         assert spec.block_m == (32 if rows <= 32 else 64)
@@ -273,10 +275,10 @@ def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, dtype: str) -> 
 
 def test_rows_choose_the_kernel() -> None:
     kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 191, 192, 8192)}
-    assert isinstance(kernels[16], LinearSpec)
-    assert type(kernels[17]) is type(kernels[191]) is LinearWgmmaSpec
-    assert isinstance(kernels[192], LinearLargeSpec)
-    assert isinstance(kernels[8192], LinearLargeSpec)
+    assert isinstance(kernels[16], MmaSpec)
+    assert type(kernels[17]) is type(kernels[191]) is WgmmaSpec
+    assert isinstance(kernels[192], LargeSpec)
+    assert isinstance(kernels[8192], LargeSpec)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +299,8 @@ def test_rows_choose_the_kernel() -> None:
 )
 def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, programs: int) -> None:
     found = on_hopper(name, n, k, rows)
-    assert isinstance(found, LinearPlan)
-    assert isinstance(found.spec, LinearWgmmaSpec)
+    assert isinstance(found, GemmPlan)
+    assert isinstance(found.spec, WgmmaSpec)
     assert found.programs == programs
 
 
@@ -310,9 +312,9 @@ def test_many_rows_fill_a_multiprocessor(name: str, dtype: str) -> None:
         pytest.skip("refused: see test_scales_beyond_fp16_are_not_multiplied_in_it")
     for rows in (192, 512, 4096):
         found = on_hopper(name, 8192, 8192, rows, dtype)
-        assert isinstance(found, LinearPlan)
+        assert isinstance(found, GemmPlan)
         spec = found.spec
-        assert isinstance(spec, LinearLargeSpec)
+        assert isinstance(spec, LargeSpec)
         weight = spec.weights[0]
         table = weight.codebook_at(spec), weight.codebook_at(spec) + CODEBOOK_BYTES
         assert spec.x_at >= spec.barriers_at + 16 * spec.x_stages
@@ -335,7 +337,7 @@ def test_many_rows_fill_a_multiprocessor(name: str, dtype: str) -> None:
 )
 def test_how_many_rows_share_the_work(n: int, k: int, rows: int, programs: int, block_m: int, split: int, how: str) -> None:
     found = on_hopper("int4_sym_g128", n, k, rows)
-    assert isinstance(found, LinearPlan)
+    assert isinstance(found, GemmPlan)
     assert (found.programs, found.spec.block_m, found.split_tiles) == (programs, block_m, split)
     assert found.why.endswith(how)
     assert found.floats == (programs * 128 * block_m if split else 1)
@@ -367,11 +369,11 @@ def test_what_warp_groups_refuse(name: str, n: int, k: int, rows: int, device: d
 def test_every_part_of_a_tile_for_large_m_has_steps(n: int | tuple[int, ...], k: int, sms: int) -> None:
     """A part without a step would not arrive at the exchange: its tile would stay unwritten, and its semaphore set."""
     for rows in range(192, 8193, 64):
-        plan = large_linear(problem("int4_sym_g128", n, k, rows, "bf16"), H200._replace(num_sms=sms), use_pdl=True)
-        assert isinstance(plan, LinearPlan)
+        plan = large_plan(problem("int4_sym_g128", n, k, rows, "bf16"), H200._replace(num_sms=sms), use_pdl=True)
+        assert isinstance(plan, GemmPlan)
         assert parts_of(plan.tiles, plan.programs) <= plan.steps, f"M = {rows}: {plan.why}"
 
 
 def test_scales_beyond_fp16_are_not_multiplied_in_it() -> None:
-    assert "E8M0" in str(large_linear(problem("mxfp4", 4096, 4096, 512, "fp16"), H200, use_pdl=True))
-    assert isinstance(large_linear(problem("mxfp4", 4096, 4096, 512, "bf16"), H200, use_pdl=True), LinearPlan)
+    assert "E8M0" in str(large_plan(problem("mxfp4", 4096, 4096, 512, "fp16"), H200, use_pdl=True))
+    assert isinstance(large_plan(problem("mxfp4", 4096, 4096, 512, "bf16"), H200, use_pdl=True), GemmPlan)

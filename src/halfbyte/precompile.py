@@ -22,17 +22,18 @@ from halfbyte.errors import Unsupported, require
 from halfbyte.formats import kv_format
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_spec import DecodePlan
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.terminal import progress
 
 if TYPE_CHECKING:
     from halfbyte.kernels.aot.compiling import Configuration
 
-Plan = LinearPlan | DecodePlan
-Pair = tuple[LinearProblem | DecodeProblem, Plan]
+Plan = GemmPlan | DecodePlan
+Pair = tuple[GemmProblem | DecodeProblem, Plan]
 
 
-class BiasedProblem(LinearProblem):
+class BiasedProblem(GemmProblem):
     """The same with a bias for each weight, in the dtype of x: other kernels by the same plans."""
 
 
@@ -65,12 +66,12 @@ def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: i
     return len(variants)
 
 
-def _variant(problem: LinearProblem | DecodeProblem, plan: Plan) -> tuple[object, ...]:
+def _variant(problem: GemmProblem | DecodeProblem, plan: Plan) -> tuple[object, ...]:
     """What kernels are compiled for; how many weights and programs there are is in it, or plays no part."""
     return type(problem), plan.spec
 
 
-def compile_plan(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> None:
+def compile_plan(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> None:
     """Compile one plan's kernels, in this process."""
     from halfbyte.kernels.aot.compiling import Target, build
 
@@ -94,7 +95,7 @@ class Taken:
     share: float
 
 
-def taken(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Taken]:
+def taken(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Taken]:
     """The kernels of a tuned plan, compiled; needs no GPU. Raises `MissingPackage` without Triton."""
     require("triton", "explain --compile")
     from halfbyte.kernels.aot.compiling import Target, build
@@ -109,7 +110,7 @@ def taken(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[
         yield Taken(name, threads, binary.registers, binary.spill_bytes, binary.shared_bytes, programs, limit, share)
 
 
-def resources(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> dict[str, str]:
+def resources(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> dict[str, str]:
     """`taken` in words. Raises `Unsupported` for caches in pages or with tokens in 16 bits."""
     if isinstance(problem, DecodeProblem) and (problem.page or problem.sink_tokens or problem.recent_tokens):
         raise Unsupported("--compile describes contiguous caches without 16-bit tokens; pages and windows are other variants")
@@ -125,15 +126,15 @@ def resources(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tu
     return facts
 
 
-def configurations(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
+def configurations(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
     """What a launch by this plan would compile."""
-    if isinstance(problem, LinearProblem) and isinstance(plan, LinearPlan):
+    if isinstance(problem, GemmProblem) and isinstance(plan, GemmPlan):
         yield from _products(problem, plan, capability)
     elif isinstance(problem, DecodeProblem) and isinstance(plan, DecodePlan):
         yield from _attention(problem, plan)
 
 
-def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
+def _products(problem: GemmProblem, plan: GemmPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
     from halfbyte.kernels.aot.linear import plan_configurations
 
     yield from plan_configurations(problem, "bias" * isinstance(problem, BiasedProblem), plan, capability)

@@ -18,10 +18,10 @@ from halfbyte.ops.experts_linear import _problem_of
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import Division, gluon_plan, queries_of_a_block, ragged_blocks
 from halfbyte.plans.decode_problem import DecodeProblem
-from halfbyte.plans.experts_mma import ExpertsPlan
-from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, gluon_experts, wgmma_experts
-from halfbyte.plans.linear_spec import ExpertsProblem, LinearPlan, LinearProblem
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.reference.experts import ExpertsCall
 from halfbyte.tensors import QuantTensor
 from machine.block import Order
@@ -92,8 +92,8 @@ def multiply(
 ) -> list[torch.Tensor]:
     """x times each weight in one launch of a tuned kernel, by the plan of a GPU of that capability."""
 
-    def plan(problem: LinearProblem, *_: Any) -> LinearPlan:
-        found = tuned_linear(problem, GPU("", num_sms, capability), use_pdl=True)
+    def plan(problem: GemmProblem, *_: Any) -> GemmPlan:
+        found = tuned_gemm(problem, GPU("", num_sms, capability), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found
@@ -105,19 +105,19 @@ def multiply(
 def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False, ids_early: bool = False) -> torch.Tensor:
     """A projection of a mixture of experts by the tuned kernel. ids_early: as the second of two."""
 
-    def plan(problem: ExpertsProblem, *_: Any) -> ExpertsPlan | ExpertsWgmmaPlan:
-        found = gluon_experts(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
+    def plan(problem: GemmProblem, *_: Any) -> GemmPlan:
+        found = tuned_gemm(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found
 
-    with mock.patch("halfbyte.ops.experts_linear._plan", plan), _sorted_by_torch(), machine(order, backwards):
+    with mock.patch("halfbyte.ops._linear_on_gpu._plan", plan), _sorted_by_torch(), machine(order, backwards):
         return run_experts(call._replace(impl="gluon"), ids_early)
 
 
 def mix_both(up: ExpertsCall, down: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False) -> torch.Tensor:
     """Both projections of a prompt by the grouped kernel; down's x is left out."""
-    plans = [wgmma_experts(_problem_of(call._replace(x=up.x)), GPU("", num_sms, (9, 0))) for call in (up, down)]
+    plans = [wgmma_plan(_problem_of(call._replace(x=up.x)), GPU("", num_sms, (9, 0)), use_pdl=True) for call in (up, down)]
     if refused := [plan for plan in plans if isinstance(plan, str)]:
         raise Refused(refused[0])
     with _sorted_by_torch(), machine(order, backwards):

@@ -17,8 +17,10 @@ import halfbyte as hb
 from halfbyte.device import GPU
 from halfbyte.ops import _linear_on_gpu, block_linear
 from halfbyte.ops.block_linear import Unscaled, add_projection, gated_projection, projected
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import MmaSpec
 from halfbyte.reference.block import Norm, add_norm, gated, rms_norm
 from halfbyte.tensors import QuantTensor
 
@@ -26,13 +28,13 @@ EPS = 1e-5
 
 
 @contextmanager
-def pretended(num_sms: int, order: int = 0, backwards: bool = False) -> Iterator[list[LinearPlan]]:
+def pretended(num_sms: int, order: int = 0, backwards: bool = False) -> Iterator[list[GemmPlan]]:
     """A GPU of so many multiprocessors; the plans of launches on it."""
-    found: list[LinearPlan] = []
+    found: list[GemmPlan] = []
 
-    def plan(problem: LinearProblem, *_: Any) -> LinearPlan | str:
-        made = tuned_linear(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
-        found.extend([made] if isinstance(made, LinearPlan) else [])
+    def plan(problem: GemmProblem, *_: Any) -> GemmPlan | str:
+        made = tuned_gemm(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
+        found.extend([made] if isinstance(made, GemmPlan) else [])
         return made
 
     gpu = mock.patch.multiple(block_linear, can_bypass_dispatcher=lambda *_: True, level=lambda *_: "gluon")
@@ -177,7 +179,7 @@ def test_odd_rows_of_scales_do_not_alternate() -> None:
     weights, (x, truth) = [made(case, 40, 1280, seed)[0] for seed in (1, 2)], unscaled(case)
     with pretended(3) as plans:
         found = gated_projection(x, weights, [None, None], "silu")
-    assert [plan.spec.odd_zeros for plan in plans if isinstance(plan.spec, LinearSpec)] == [True, True]
+    assert [plan.spec.odd_zeros for plan in plans if isinstance(plan.spec, MmaSpec)] == [True, True]
     exact = gated(*(truth @ w.dequantize(torch.float64).T for w in weights), "silu")
     assert (found.double() - exact).norm() < 2**-6 * exact.norm()
 

@@ -13,9 +13,10 @@ from triton.runtime.jit import JITFunction
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
 from halfbyte.device import H200
 from halfbyte.ops import _experts_prompt
-from halfbyte.plans.experts_mma import MOST_TOKENS, block_rows
-from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, wgmma_experts
-from halfbyte.plans.linear_spec import ExpertsProblem
+from halfbyte.plans.gemm_mma import MOST_TOKENS, block_rows
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
+from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 #: 18 pairs of expert 0, 16 of expert 1, one of expert 3 and none of expert 2; three ids are no expert, and one token has one twice.
@@ -186,8 +187,8 @@ def test_very_many_pairs_fit_into_grids(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(JITFunction, "run", lambda *_, grid, **more: grids.append(grid))
     x, ids = torch.empty(1 << 18, 256, dtype=torch.half, device="meta"), torch.empty(1 << 18, 1, dtype=torch.int64, device="meta")
     weight = stack("int4_g128", 2, 32, 256).to("meta")
-    plan = wgmma_experts(ExpertsProblem(weight.format, (2, 32, 256), *ids.shape, "fp16"), H200)
-    assert isinstance(plan, ExpertsWgmmaPlan)
+    plan = wgmma_plan(GemmProblem(((weight.format, 32),), len(ids), 256, "fp16", Routing(2, 1)), H200, use_pdl=True)
+    assert isinstance(plan, GemmPlan)
     call = ExpertsCall(x, weight, ids)
     _experts_prompt.run_wgmma(call, plan, call.new_result())
     assert len(grids) == 6  # three of the sort, then x, the product and results

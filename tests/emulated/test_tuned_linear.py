@@ -15,8 +15,10 @@ from halfbyte.device import GPU
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import launch_cache
 from halfbyte.plans import toolchain
-from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
+from halfbyte.plans.gemm_mma import mma_plan
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import MmaSpec
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ def test_owners_of_split_tiles_leave_zeros_behind(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 5120, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[1, 4000] = float("nan")
     weight = hb.quantize(torch.randn(40, 5120, generator=torch.Generator().manual_seed(1)), "int4_sym_g128")
-    plan = gluon_linear(LinearProblem(((weight.format, 40),), 2, 5120, "bf16"), GPU("", 5, (9, 0)), use_pdl=True)
-    assert isinstance(plan, LinearPlan)
+    plan = mma_plan(GemmProblem(((weight.format, 40),), 2, 5120, "bf16"), GPU("", 5, (9, 0)), use_pdl=True)
+    assert isinstance(plan, GemmPlan)
     assert plan.owner_reduces
     assert (plan.tiles, plan.steps, plan.programs) == (2, 5, 4)
     (out,) = multiply(x, [weight], [None], ORDERS[0], 5)
@@ -121,9 +123,9 @@ def test_rings_of_equal_parts_keep_it_too(case: Product, monkeypatch: pytest.Mon
     """As Triton 3.8 wants them: codes in two halves, a codebook in two parts."""
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
     weights = tuple((WEIGHT_FORMATS[case.weight], n) for n in case.features)
-    plan = gluon_linear(LinearProblem(weights, case.rows, case.width, "bf16"), GPU("", case.num_sms, (9, 0)), use_pdl=True)
-    assert isinstance(plan, LinearPlan)
-    assert isinstance(plan.spec, LinearSpec)
+    plan = mma_plan(GemmProblem(weights, case.rows, case.width, "bf16"), GPU("", case.num_sms, (9, 0)), use_pdl=True)
+    assert isinstance(plan, GemmPlan)
+    assert isinstance(plan.spec, MmaSpec)
     assert plan.spec.code_parts == 2
     assert plan.spec.table_parts == 2
     test_products_keep_their_promise(case)

@@ -19,8 +19,10 @@ from halfbyte.device import H200
 from halfbyte.errors import Unsupported
 from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops._linear_on_gpu import expands, plan_of
-from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
+from halfbyte.plans.gemm_mma import mma_plan
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import WgmmaSpec
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab.measure.cupti import names_of
 
@@ -176,9 +178,9 @@ def test_some_programs_go_round_the_rings_of_few_rows() -> None:
     told = set()
     for case in MARKED:
         weights = tuple((hb.WEIGHT_FORMATS[name], n) for name, n in zip(case.formats, case.features, strict=True))
-        problem = LinearProblem(weights, case.rows, case.width, "bf16" if case.dtype == "bfloat16" else "fp16")
-        plan = gluon_linear(problem, H200, use_pdl=True)
-        if isinstance(plan, LinearPlan) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
+        problem = GemmProblem(weights, case.rows, case.width, "bf16" if case.dtype == "bfloat16" else "fp16")
+        plan = mma_plan(problem, H200, use_pdl=True)
+        if isinstance(plan, GemmPlan) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
             told.add(plan.spec.has_empty_barrier)
     assert told == {True, False}
 
@@ -374,9 +376,9 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
     assert same_bits(product(), hb.linear(x, weight, impl=level))
     if not PLACE.dry:
         plan = plan_of(LinearCall(x, [weight], [None], level))
-        assert isinstance(plan, LinearPlan)
+        assert isinstance(plan, GemmPlan)
         names_of(product)  # the profiler may miss what comes while it starts
         names = names_of(product)
         assert sum("linear" in name for name in names) == 1
-        others = bool(plan.split_tiles) + (type(plan.spec) is LinearWgmmaSpec)
+        others = bool(plan.split_tiles) + (type(plan.spec) is WgmmaSpec)
         assert len(names) <= 1 + others, (names, plan.why)

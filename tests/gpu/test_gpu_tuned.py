@@ -12,8 +12,9 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.device import describe
 from halfbyte.ops import _linear_on_gpu
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.tuning_space import with_linear_choice
 from halfbyte_lab.tune.search import linear_choices
 
@@ -35,13 +36,13 @@ def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tupl
     rng = torch.Generator(PLACE.device).manual_seed(rows)
     x = torch.randn(rows, width, generator=rng, device=PLACE.device).bfloat16()
     weights = [hb.quantize(torch.randn(n, width, generator=rng, device=PLACE.device) * 0.1, name) for n in features]
-    problem = LinearProblem(tuple((w.format, w.shape[0]) for w in weights), rows, width, "bf16")
-    first = tuned_linear(problem, gpu, use_pdl=True)
+    problem = GemmProblem(tuple((w.format, w.shape[0]) for w in weights), rows, width, "bf16")
+    first = tuned_gemm(problem, gpu, use_pdl=True)
     if isinstance(first, str):
         pytest.skip(first)
     for choice in linear_choices(first, problem, gpu):
         plan = with_linear_choice(first, choice, problem, gpu)
-        assert isinstance(plan, LinearPlan), plan
+        assert isinstance(plan, GemmPlan), plan
         with poisoned():
             once = _linear_on_gpu.run_plan(x, weights, plan)
         for out, weight in zip(once, weights, strict=True):

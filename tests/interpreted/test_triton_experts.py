@@ -13,14 +13,18 @@ from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
 from halfbyte.device import GPU, H200, sm_shared_memory
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.dequantize import launch_experts
-from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, workspace
+from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch
 from halfbyte.ops import _experts_prompt
 from halfbyte.ops._experts_prompt import sorted_pairs
-from halfbyte.ops.experts_linear import _run_on_gpu, run_both
-from halfbyte.plans.experts import ExpertsTiles, experts_tiles
-from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, dequantized_rows, gluon_experts, wgmma_experts
-from halfbyte.plans.linear import BLOCK_BYTES
-from halfbyte.plans.linear_spec import ExpertsProblem
+from halfbyte.ops.experts_linear import _problem_of, _run_on_gpu, run_both
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_mma import BLOCK_BYTES
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_portable import PortableTiles, portable_tiles
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
+from halfbyte.plans.gemm_slabs import dequantized_rows
+from halfbyte.plans.gemm_spec import WgmmaSpec
+from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]
@@ -30,18 +34,27 @@ def _run_triton(call: ExpertsCall) -> torch.Tensor:
     return _run_on_gpu(call._replace(impl="triton"))
 
 
-def tiles(case: Mixture, *, inline: bool = True, by_expert: bool = False, splits: int = 1, m: int = 16) -> ExpertsTiles:
+def problem_of(
+    name: str, tokens: int, stack: tuple[int, int, int] = (128, 1536, 2048), top_k: int = 8, half: str = "bf16"
+) -> GemmProblem:
+    experts, features, width = stack
+    return GemmProblem(((WEIGHT_FORMATS[name], features),), tokens, width, half, Routing(experts, top_k))
+
+
+def tiles(case: Mixture, *, inline: bool = True, by_expert: bool = False, splits: int = 1, m: int = 16) -> PortableTiles:
     experts, _, width = case.weight.shape
     pairs = case.ids.numel()
     slots = (experts if by_expert else pairs) if inline else -(-pairs // m) + experts
     share = -(-(width // 32) // splits)
-    return ExpertsTiles(inline, by_expert, slots, 32, m, 32, -(-(width // 32) // share), share, not inline, 1, 1)
+    shape = (32, m, 32, -(-(width // 32) // share), share, not inline, 1, 1)
+    return PortableTiles(*shape, slots=slots, inline=inline, by_expert=by_expert)
 
 
-def run(case: Mixture, chosen: ExpertsTiles) -> torch.Tensor:
+def run(case: Mixture, chosen: PortableTiles) -> torch.Tensor:
     """A launch into memory that holds NaN."""
-    experts, features, width = case.weight.shape
-    size, count = workspace(chosen, features, case.ids.numel(), case.gates is not None)
+    experts, _, width = case.weight.shape
+    problem = _problem_of(case)
+    size, count = chosen.floats(problem), chosen.counters(problem)
     out = case.new_result().fill_(torch.nan)
     semaphores = torch.zeros(count, dtype=torch.int32)
     table = (None, None) if chosen.inline else sorted_pairs(case.ids, experts)[:2]
@@ -191,7 +204,8 @@ def test_blocks_of_rows_change_no_bits() -> None:
 def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     right = _experts_prompt.run
-    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (10, 0)))
+    for module in ("experts_linear", "_linear_on_gpu"):
+        monkeypatch.setattr(f"halfbyte.ops.{module}.gpu", lambda _: GPU("", 132, (10, 0)))
     monkeypatch.setattr(_experts_prompt, "run", lambda call, rows, out: ran.append(rows) or right(call, rows, out))
     case = Mixture(normal(96, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(96, 1, dtype=torch.int64))
     case.check(_run_on_gpu)
@@ -222,7 +236,8 @@ def test_rows_that_stay_sorted_between_projections_change_no_bits(name: str, mon
 def test_auto_keeps_the_rows_of_prompts_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[int, int]] = []
     right = _experts_prompt.run_both
-    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (10, 0)))
+    for module in ("experts_linear", "_linear_on_gpu"):
+        monkeypatch.setattr(f"halfbyte.ops.{module}.gpu", lambda _: GPU("", 132, (10, 0)))
     monkeypatch.setattr(_experts_prompt, "run_both", lambda up, down, rows, out: ran.append(rows) or right(up, down, rows, out))
     up, down, gates = stack("int4_g32", 1, 128, 64), stack("int4_g32", 1, 12, 64), torch.ones(96, 1)
     for tokens in (96, 95):
@@ -266,25 +281,25 @@ def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
 
 
 def test_which_prompts_dequantize() -> None:
-    qwen = ExpertsProblem(WEIGHT_FORMATS["int4_g32"], (128, 1536, 2048), 8192, 8, "bf16")
+    qwen = problem_of("int4_g32", 8192)
     assert dequantized_rows(qwen, (9, 0)) == 1024
-    assert dequantized_rows(qwen._replace(tokens=1536), (9, 0))
-    assert not dequantized_rows(qwen._replace(tokens=1535), (9, 0))
-    assert dequantized_rows(qwen._replace(stack=(256, 4096, 7168), tokens=65536), (9, 0)) == 128
-    assert dequantized_rows(qwen._replace(stack=(8, 34, 64), tokens=512), (9, 0)) == 34
+    assert dequantized_rows(qwen._replace(rows=1536), (9, 0))
+    assert not dequantized_rows(qwen._replace(rows=1535), (9, 0))
+    assert dequantized_rows(problem_of("int4_g32", 65536, (256, 4096, 7168)), (9, 0)) == 128
+    assert dequantized_rows(problem_of("int4_g32", 512, (8, 34, 64)), (9, 0)) == 34
     assert not dequantized_rows(qwen._replace(half="fp16"), (9, 0))
     assert not dequantized_rows(qwen, (8, 0))
-    assert not dequantized_rows(qwen._replace(stack=(8, 1536, 2052)), (9, 0))
+    assert not dequantized_rows(problem_of("int4_g32", 8192, (8, 1536, 2052)), (9, 0))
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", sorted(set(WEIGHT_FORMATS) - {"nf4_dq", "int4_col"}))
 def test_blocks_of_prompts(name: str, half: str) -> None:
     """Larger ones for more pairs, but where sums of 32 k are scaled; the table has room for all of them, whatever the ids are."""
-    problem = ExpertsProblem(WEIGHT_FORMATS[name], (128, 1536, 2048), 384, 8, half)
     for tokens in (384, 385, 4096):
-        found = gluon_experts(problem._replace(tokens=tokens), H200, use_pdl=True)
-        assert isinstance(found, ExpertsWgmmaPlan)
+        found = tuned_gemm(problem_of(name, tokens, half=half), H200, use_pdl=True)
+        assert isinstance(found, GemmPlan)
+        assert isinstance(found.spec, WgmmaSpec)
         small = tokens == 384 or name.endswith(("int4_g32", "sym_g32", "g32_fp32")) or (name, half) == ("mxfp4", "fp16")
         assert found.spec.block_m == (32 if small else 64)
         assert found.programs == 132
@@ -296,24 +311,23 @@ def test_blocks_of_prompts(name: str, half: str) -> None:
     ("more", "capability", "why"),
     [
         ({"tokens": 8193}, (9, 0), "65544 pairs of a token and one of 128 experts; wgmma takes up to 512"),
-        ({"format": WEIGHT_FORMATS["mxfp4"], "tokens": 4097}, (9, 0), "wgmma takes up to 256"),
+        ({"name": "mxfp4", "tokens": 4097}, (9, 0), "wgmma takes up to 256"),
         ({}, (10, 0), "compute capability 10.0; wgmma needs 9.0"),
         ({"stack": (128, 1536, 2056)}, (9, 0), "not a multiple of 16"),
-        ({"format": WEIGHT_FORMATS["nf4_dq"]}, (9, 0), "portable kernel only"),
+        ({"name": "nf4_dq"}, (9, 0), "portable kernel only"),
         ({"stack": (1024, 1 << 21, 4096), "tokens": 1024}, (9, 0), "counts steps of tiles up to"),
     ],
 )
 def test_what_the_grouped_kernel_refuses(more: dict[str, Any], capability: tuple[int, int], why: str) -> None:
-    problem = ExpertsProblem(WEIGHT_FORMATS["int4_sym_col"], (128, 1536, 2048), 512, 8, "bf16")
-    found = wgmma_experts(problem._replace(**more), H200._replace(capability=capability))
+    problem = problem_of(**{"name": "int4_sym_col", "tokens": 512} | more)
+    found = wgmma_plan(problem, H200._replace(capability=capability), use_pdl=True)
     assert isinstance(found, str)
     assert why in found
 
 
 def test_plans_cover_the_work() -> None:
     for tokens, top_k, experts, width in [(1, 8, 128, 2048), (64, 16, 512, 768), (65, 1, 2, 64), (4096, 8, 128, 2880)]:
-        problem = ExpertsProblem(WEIGHT_FORMATS["int4_g32"], (experts, 1536, width), tokens, top_k, "bf16")
-        found = experts_tiles(problem, num_sms=132)
+        found = portable_tiles(problem_of("int4_g32", tokens, (experts, 1536, width), top_k), H200)
         assert found.inline == (tokens <= 64)
         assert found.splits * found.share * found.block_k >= width > (found.splits - 1) * found.share * found.block_k
         assert found.slots >= min(experts, tokens * top_k)

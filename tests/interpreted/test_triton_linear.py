@@ -19,8 +19,8 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear.portable import launch
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
 from halfbyte.ops._linear_call import LINEAR, LinearCall
-from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
-from halfbyte.plans.linear_spec import LinearProblem
+from halfbyte.plans.gemm_portable import PortableTiles, portable_tiles
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
@@ -50,26 +50,27 @@ class Product:
     weights: Sequence[QuantTensor]
     biases: Sequence[torch.Tensor | None] = (None, None, None)
 
-    def run(self, tiles: LinearTiles) -> list[torch.Tensor]:
+    def run(self, tiles: PortableTiles) -> list[torch.Tensor]:
         features, rows = [w.shape[0] for w in self.weights], self.x.shape[0]
         outs = [torch.full((rows, n), torch.nan, dtype=self.x.dtype) for n in features]
-        workspace = torch.full((tiles.floats(features, rows),), torch.nan)
+        problem = GemmProblem(tuple((w.format, w.shape[0]) for w in self.weights), rows, self.x.shape[1], "bf16")
+        workspace = torch.full((tiles.floats(problem),), torch.nan)
         counters = torch.zeros(tiles.count(features, rows), dtype=torch.int32)
         launch([self.x] * len(features), self.weights, self.biases[: len(features)], outs, tiles, workspace, counters)
         assert not counters.any(), "counters are zero again"
         return outs
 
-    def check(self, tiles: LinearTiles) -> list[torch.Tensor]:
+    def check(self, tiles: PortableTiles) -> list[torch.Tensor]:
         outs = self.run(tiles)
         for out, w, bias in zip(outs, self.weights, self.biases, strict=False):
             check_product(out, self.x, w, bias)
         return outs
 
 
-def tiles(k: int, block_k: int = 64, splits: int = 1, *, fold: bool = False, n: int = 64, m: int = 16) -> LinearTiles:
+def tiles(k: int, block_k: int = 64, splits: int = 1, *, fold: bool = False, n: int = 64, m: int = 16) -> PortableTiles:
     steps = -(-k // block_k)
     share = -(-steps // splits)
-    return LinearTiles(n, m, block_k, -(-steps // share), share, fold, num_warps=1, num_stages=1)
+    return PortableTiles(n, m, block_k, -(-steps // share), share, fold, num_warps=1, num_stages=1)
 
 
 # --------------------------------------------------------------------------------------------------------------- formats
@@ -98,7 +99,7 @@ def test_the_plan_keeps_the_promise(name: str) -> None:
     group = WEIGHT_FORMATS[name].group_size(128)
     for rows, n, width, dtype in ((1, 1, group, DTYPES[0]), (65, 67, 3 * group, DTYPES[1])):
         w = weight(name, n, width)
-        chosen = linear_tiles(LinearProblem(((w.format, n),), rows, width, "bf16"), GPU("", 4, (9, 0)))
+        chosen = portable_tiles(GemmProblem(((w.format, n),), rows, width, "bf16"), GPU("", 4, (9, 0)))
         Product(normal(rows, width).to(dtype), [w], [normal(n)]).check(chosen)
 
 

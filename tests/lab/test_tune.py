@@ -25,17 +25,17 @@ from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_problem import dense_problem
 from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.explain import linear_explanation
-from halfbyte.plans.linear import BLOCK_BYTES, shares
-from halfbyte.plans.linear_spec import LinearPlan
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_mma import BLOCK_BYTES, shares
+from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.tuning_cache import (
     DamagedPlans,
-    LinearProblem,
+    GemmProblem,
     Table,
     TunedEntry,
     _table_of,
     key_of,
-    linear_plan,
+    plan_by_table,
     read,
     table_of,
 )
@@ -52,14 +52,14 @@ from halfbyte_lab.tune.search import MOST_CHOICES, Store, linear_choice, linear_
 INT4 = WEIGHT_FORMATS["int4_sym_g128"]
 
 
-def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> LinearPlan:
-    found = tuned_linear(problem_of(name, features, width, rows), H200, use_pdl=True)
-    assert isinstance(found, LinearPlan), found
+def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> GemmPlan:
+    found = tuned_gemm(problem_of(name, features, width, rows), H200, use_pdl=True)
+    assert isinstance(found, GemmPlan), found
     return found
 
 
-def problem_of(name: str, features: tuple[int, ...], width: int, rows: int) -> LinearProblem:
-    return LinearProblem(tuple((WEIGHT_FORMATS[name], n) for n in features), rows, width, "bf16")
+def problem_of(name: str, features: tuple[int, ...], width: int, rows: int) -> GemmProblem:
+    return GemmProblem(tuple((WEIGHT_FORMATS[name], n) for n in features), rows, width, "bf16")
 
 
 # ------------------------------------------------------------------------------------------------------------------ choices
@@ -75,7 +75,7 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
     assert len(choices) == len(set(choices)) <= MOST_CHOICES
     for choice in choices:
         made = with_linear_choice(plan, choice, problem, H200)
-        assert isinstance(made, LinearPlan), made
+        assert isinstance(made, GemmPlan), made
         assert linear_choice(made) == choice
         assert made.programs_per_sm * (made.spec.shared_bytes + BLOCK_BYTES) <= sm_shared_memory((9, 0))
         assert made.tiles == sum(-(-n // made.spec.tile) for n in features) * -(-rows // made.spec.block_m)
@@ -122,7 +122,7 @@ def test_warp_groups_have_choices_of_their_own() -> None:
     for changed in ({"tile": 64}, {"blocks": 2}, {"chunk": 128}, {"stages": 2}):
         assert isinstance(with_linear_choice(plan, replace(wide, **changed), problem, H200), str)
     narrow = with_linear_choice(plan, replace(wide, chunk=256, stages=4, programs=128), problem, H200)
-    assert isinstance(narrow, LinearPlan)
+    assert isinstance(narrow, GemmPlan)
     assert (narrow.spec.chunk, narrow.spec.stages, narrow.steps, narrow.split_tiles) == (256, 4, 32, 64)
 
 
@@ -133,21 +133,21 @@ def entry(choice: LinearChoice | None, **more: Any) -> TunedEntry:
     return TunedEntry(choice, 4e-6, 5e-6, "2026-11-22", **more)
 
 
-def table(problem: LinearProblem, choice: LinearChoice | None) -> Table:
+def table(problem: GemmProblem, choice: LinearChoice | None) -> Table:
     return Table("NVIDIA H200", 132, {key_of(problem): entry(choice, file="plans.json")})
 
 
-def asked(rows: int, known: Table, weights: tuple[int, ...] = (4096,), half: str = "bf16") -> tuple[LinearPlan | str, str]:
-    return linear_plan(LinearProblem(tuple((INT4, n) for n in weights), rows, 4096, half), H200, True, known)
+def asked(rows: int, known: Table, weights: tuple[int, ...] = (4096,), half: str = "bf16") -> tuple[GemmPlan | str, str]:
+    return plan_by_table(GemmProblem(tuple((INT4, n) for n in weights), rows, 4096, half), H200, True, known)
 
 
 def test_a_table_decides() -> None:
     plan = analytic("int4_sym_g128", (4096,), 4096, 4)
-    problem = LinearProblem(((INT4, 4096),), 4, 4096, "bf16")
+    problem = GemmProblem(((INT4, 4096),), 4, 4096, "bf16")
     choice = next(c for c in linear_choices(plan, problem, H200) if c.tile != plan.spec.tile)
     known = table(problem, choice)
     made, source = asked(4, known)
-    assert isinstance(made, LinearPlan)
+    assert isinstance(made, GemmPlan)
     assert linear_choice(made) == choice != linear_choice(plan)
     assert source == "tuned for NVIDIA H200 (plans.json, 2026-11-22): 4.00 us where the analytic plan took 5.00"
     assert asked(3, known)[0] == made  # 3 and 4 rows are one variant of the kernel
@@ -158,14 +158,14 @@ def test_a_table_decides() -> None:
 
 
 def test_a_table_may_say_that_the_analytic_plan_is_best() -> None:
-    made, source = asked(1, table(LinearProblem(((INT4, 4096),), 1, 4096, "bf16"), None))
+    made, source = asked(1, table(GemmProblem(((INT4, 4096),), 1, 4096, "bf16"), None))
     assert made == analytic("int4_sym_g128", (4096,), 4096, 1)
     assert source == "analytic (nothing else was faster: plans.json, 2026-11-22)"
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
     """A table edited by hand, or of an older kernel."""
-    problem = LinearProblem(((INT4, 4096),), 1, 4096, "bf16")
+    problem = GemmProblem(((INT4, 4096),), 1, 4096, "bf16")
     plan = analytic("int4_sym_g128", (4096,), 4096, 1)
     made, source = asked(1, table(problem, replace(linear_choice(plan), programs=4096)))
     assert made == plan
@@ -233,7 +233,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 CHOICE = LinearChoice(64, 256, 3, 2, 192)
-PROBLEM, OTHER = (LinearProblem(((INT4, 4096),), m, 4096, "bf16") for m in (1, 8))
+PROBLEM, OTHER = (GemmProblem(((INT4, 4096),), m, 4096, "bf16") for m in (1, 8))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def session(home: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     return Session(Options(quick=True, threads=1), device)
 
 
-def products(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
+def products(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: GemmPlan) -> list[torch.Tensor]:
     return [halfbyte.linear(x, weight) for weight in weights]
 
 
@@ -396,7 +396,7 @@ def test_a_wrong_result_is_never_stored(session: Session, home: Path, monkeypatc
     choices = list(job.planned(session.device.gpu, True).plans)
     seen: list[LinearChoice] = []
 
-    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
+    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: GemmPlan) -> list[torch.Tensor]:
         choice = linear_choice(plan)
         seen.append(choice)
         (y,) = products(x, weights, plan)
@@ -464,7 +464,7 @@ def test_only_what_is_faster_beyond_the_noise_wins(times: tuple[float, float, fl
 def test_an_interrupt_keeps_what_was_found(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [tune.LinearTuning((n,), 256, "mxfp4", 1, store) for store in [store_at(home / "found.json")] for n in (64, 32)]
 
-    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
+    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: GemmPlan) -> list[torch.Tensor]:
         if weights[0].shape[0] == 32:
             raise KeyboardInterrupt
         return products(x, weights, plan)
@@ -528,7 +528,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
             found = list(precompile.configurations(one.problem, plan, (9, 0)))
             assert [c.name.split()[-1] for c in found] in (["linear"], ["order", "linear"])
             assert all(c.options["launch_pdl"] for c in found)
-    problem, plan = LinearProblem(((INT4, 4096),), 4, 4096, "bf16"), analytic("int4_sym_g128", (4096,), 4096, 4)
+    problem, plan = GemmProblem(((INT4, 4096),), 4, 4096, "bf16"), analytic("int4_sym_g128", (4096,), 4096, 4)
     bare, biased = (list(precompile.configurations(one, plan, (9, 0)))[-1] for one in (problem, precompile.BiasedProblem(*problem)))
     assert bare.signature != biased.signature
 

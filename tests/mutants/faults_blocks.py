@@ -68,7 +68,7 @@ BLOCK = [
         "a sum without the offset of its norm's weight",
         RESULTS,
         "_write_sum",
-        Rewrite("C.ending.norm == 'offset'", "C.ending.norm == 'never'"),
+        Rewrite("C.epilogue.norm == 'offset'", "C.ending.norm == 'never'"),
         tuned("test_the_residual_sum_and_what_a_norm_needs[int4_g128-8x72x1536]"),
     ),
     Mutant(

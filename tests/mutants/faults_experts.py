@@ -10,7 +10,8 @@ KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
 SORT = "kernels/linear/experts_sort.py"
 PROMPT, ROWS, BLOCKS = "kernels/linear/experts_prompt.py", "kernels/dequantize.py", "ops/_experts_prompt.py"
 CALLED, FP8, EXTERNAL = "hf/mixtures.py", "checkpoints/fp8.py", "hf/external.py"
-TUNED, TABLE, SUM, GROUPED = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum", "wgmma"))
+TUNED, RESULTS = "kernels/linear/mma.py", "kernels/linear/results.py"
+TABLE, SUM, GROUPED = (f"kernels/linear/experts_{part}.py" for part in ("table", "sum", "wgmma"))
 
 experts = tests_of("test_experts.py")
 kernel = tests_of("interpreted/test_triton_experts.py")
@@ -217,14 +218,14 @@ EXPERTS = [
     Mutant(
         "ids are read ahead of the kernel that writes them",
         TUNED,
-        "experts",
-        Rewrite("C.use_pdl and not C.ids_early", "False"),
+        "linear",
+        Rewrite("not C.table.ids_early", "False"),
         tuned("test_any_ids_of_one_token"),
     ),
     Mutant(
         "every expert has the bias of the first in the tuned kernel",
-        TUNED,
-        "results",
+        RESULTS,
+        "routed_results",
         Rewrite("weights.biases[0] + row", "weights.biases[0] + n"),
         tuned("test_any_ids[True-8-1]"),
     ),
@@ -238,7 +239,7 @@ EXPERTS = [
     Mutant(
         "tiles that are left over are not shared out in the tuned kernel",
         TUNED,
-        "_shares",
+        "_routed_shares",
         Rewrite("gl.where(_a, _s, 1)", "1"),
         tuned("test_mixtures_keep_their_promise[int8_col-64-3-40-528-gates-fp16]"),
     ),

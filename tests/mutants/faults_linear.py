@@ -5,8 +5,8 @@ from __future__ import annotations
 from edits import InText, Rewrite
 from mutant import Mutant, tests_of
 
-PLAN, SPEC = "plans/linear.py", "plans/linear_spec.py"
-MMA, SYNC = "kernels/linear/mma.py", "kernels/linear/sync.py"
+PLAN, SPEC = "plans/gemm_mma.py", "plans/gemm_spec.py"
+PARTIALS, SYNC = "kernels/linear/partials.py", "kernels/linear/sync.py"
 COPIES = "kernels/linear/async_copy.py"
 UNPACK = "kernels/linear/unpack.py"
 LARGE = "kernels/linear/wgmma_large.py"
@@ -21,7 +21,7 @@ LINEAR = [
     Mutant(
         "one slot of scales too few to need no word of what is read",
         SPEC,
-        "LinearSpec.has_empty_barrier",
+        "MmaSpec.has_empty_barrier",
         Rewrite("_s < 2 * _n", "_s < 2 * _n - 1"),
         streams("test_scales_are_there_and_nobody_waits_for_ever[3-5-1000]"),
     ),
@@ -42,14 +42,14 @@ LINEAR = [
     # -- parts of a tile that its owner waits for
     Mutant(
         "an owner leaves behind what it has read",
-        MMA,
+        PARTIALS,
         "_add_published",
         Rewrite("gl.store(at, 0, mask=there)", "gl.store(at, 1, mask=there)"),
         emulated("test_owners_of_split_tiles_leave_zeros_behind"),
     ),
     Mutant(
         "an owner does without the last part of its tile",
-        MMA,
+        PARTIALS,
         "_add_published",
         Rewrite("range(first, last + 1)", "range(first, last)"),
         emulated("test_owners_of_split_tiles_leave_zeros_behind"),

@@ -26,7 +26,7 @@ from halfbyte.evals.calibrate import Measurements
 from halfbyte.evals.card import Card
 from halfbyte.formats import weight_format
 from halfbyte.paths import new_folder
-from halfbyte.plans.linear_spec import LinearProblem
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.tuning_cache import Table, TunedEntry
 from halfbyte_lab.measure import records
 from halfbyte_lab.report import Report
@@ -64,7 +64,7 @@ def bench(folder: Path) -> None:
 def tuned_plans(folder: Path) -> None:
     store = Store(folder / "plans.json", Table("NVIDIA H200", 132))
     for m in range(1, 6):
-        problem = LinearProblem(((weight_format("int4_g128"), 4096),), 16 * m, 4096, "bf16")
+        problem = GemmProblem(((weight_format("int4_g128"), 4096),), 16 * m, 4096, "bf16")
         store.add(problem, TunedEntry(None, 4e-6, 5e-6, "2026-11-22"))
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from halfbyte.formats import Format
 from halfbyte.kernels.common.encode import as_dtype
 from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
-from halfbyte.plans.linear_portable import slab_shares
+from halfbyte.plans.gemm_slabs import slab_shares
 from halfbyte.plans.weight_codec import weight_codec
 from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor

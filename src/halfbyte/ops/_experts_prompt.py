@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan
+from halfbyte.ops._linear_on_gpu import contiguous
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_spec import WgmmaSpec
 from halfbyte.reference.experts import ExpertsCall
 from halfbyte.tensors import QuantTensor
 
@@ -68,13 +70,13 @@ def run_both(up: ExpertsCall, down: ExpertsCall, rows: tuple[int, int], out: tor
         combine(down, y, place, first, out)
 
 
-def run_wgmma(call: ExpertsCall, plan: ExpertsWgmmaPlan, out: torch.Tensor) -> None:
+def run_wgmma(call: ExpertsCall, plan: GemmPlan, out: torch.Tensor) -> None:
     """One projection by the grouped kernel over codes."""
     x, place, table = _gathered_in_order(call, plan)
     _multiply_and_combine(call, plan, x, place, table, out)
 
 
-def run_both_wgmma(up: ExpertsCall, down: ExpertsCall, plans: tuple[ExpertsWgmmaPlan, ExpertsWgmmaPlan], out: torch.Tensor) -> None:
+def run_both_wgmma(up: ExpertsCall, down: ExpertsCall, plans: tuple[GemmPlan, GemmPlan], out: torch.Tensor) -> None:
     """As `run_both`, by the grouped kernel over codes."""
     from halfbyte.kernels.linear.experts_wgmma import launch
 
@@ -83,14 +85,22 @@ def run_both_wgmma(up: ExpertsCall, down: ExpertsCall, plans: tuple[ExpertsWgmma
     width, chunk = down.weight.shape[2], last.spec.chunk
     inner = x.new_empty(len(x), -(-width // chunk) * chunk)
     inner[:, -(-width // 64) * 64 :].zero_()
-    launch(_contiguous(up), x, table, replace(first, spec=replace(first.spec, onward=last.spec)), inner)
+    launch(_contiguous(up), x, table, _in_order_of(first, last), inner)
     _multiply_and_combine(down, last, inner, place, table, out)
 
 
-def _gathered_in_order(call: ExpertsCall, plan: ExpertsWgmmaPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _in_order_of(plan: GemmPlan, last: GemmPlan) -> GemmPlan:
+    """The plan whose results are the x of `last`, in its order."""
+    assert isinstance(plan.spec, WgmmaSpec)
+    assert isinstance(last.spec, WgmmaSpec)
+    return replace(plan, spec=replace(plan.spec, epilogue=replace(plan.spec.epilogue, order=last.spec)))
+
+
+def _gathered_in_order(call: ExpertsCall, plan: GemmPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x of each pair, sorted and in the kernel's order; where each pair went [S]; and the table of blocks."""
     from halfbyte.kernels.linear.experts_wgmma import sorted_rows
 
+    assert isinstance(plan.spec, WgmmaSpec)
     x, ids = call.x.reshape(-1, call.x.shape[-1]), call.ids.contiguous()
     table = ids.new_empty(1 + plan.blocks, 4, dtype=torch.int32)
     order = sorted_pairs(ids, call.weight.shape[0], table, plan.spec.block_m).order
@@ -99,14 +109,14 @@ def _gathered_in_order(call: ExpertsCall, plan: ExpertsWgmmaPlan) -> tuple[torch
 
 
 def _multiply_and_combine(
-    call: ExpertsCall, plan: ExpertsWgmmaPlan, x: torch.Tensor, place: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+    call: ExpertsCall, plan: GemmPlan, x: torch.Tensor, place: torch.Tensor, table: torch.Tensor, out: torch.Tensor
 ) -> None:
     """out, of sorted rows in the kernel's order."""
     from halfbyte.kernels.linear.experts_prompt import combine
     from halfbyte.kernels.linear.experts_wgmma import launch
 
     call = _contiguous(call)
-    y = x.new_empty(len(place), call.weight.shape[1] // plan.spec.halves)
+    y = x.new_empty(len(place), call.weight.shape[1] // plan.spec.epilogue.halves)
     launch(call, x, table, plan, y)
     combine(call._replace(bias=None, activation=None), y, place, 0, out)
 
@@ -114,10 +124,9 @@ def _multiply_and_combine(
 def _contiguous(call: ExpertsCall) -> ExpertsCall:
     """The call with what kernels read without strides made contiguous."""
     x, w, ids, gates, bias, _ = call[:6]
-    weight = QuantTensor(w.format, w.shape, **{name: part.contiguous() for name, part in w.parts().items()})
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return call._replace(x=x, weight=weight, ids=ids.contiguous(), gates=gates, bias=bias)
+    return call._replace(x=x, weight=contiguous(w), ids=ids.contiguous(), gates=gates, bias=bias)
 
 
 def _gathered(call: ExpertsCall, pairs: SortedPairs) -> tuple[torch.Tensor, torch.Tensor]:

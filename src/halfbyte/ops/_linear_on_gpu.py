@@ -1,4 +1,7 @@
-"""The GPU levels of `linear` and `projections`: from tensors to a plan, to a launch. Nothing here waits for the device."""
+"""The GPU levels of `linear` and `projections`: from tensors to a plan, to a launch; and the plans of `experts_linear`.
+
+Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,17 @@ from halfbyte.ops import launch_cache
 from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import at_hand, counters, floats
-from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows, slab_shares
-from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearSpec
-from halfbyte.plans.tuning_cache import linear_plan, table_of
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_portable import GATHERED_ROWS, PortableTiles, portable_tiles
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_slabs import expanded, slab_rows, slab_shares
+from halfbyte.plans.gemm_spec import Epilogue, MmaSpec
+from halfbyte.plans.tuning_cache import plan_by_table, table_of
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+#: Types of x that kernels take, as plans name them.
+HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def run(call: LinearCall, signature: Signature | None = None, compiled: bool = False) -> list[torch.Tensor]:
@@ -30,7 +37,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
     signature: what to store the launch by. compiled: called from compiled code, which must not see memory that is kept.
     """
     x, _, biases, level, row_invariant = call
-    if x.dtype not in _DTYPES:
+    if x.dtype not in HALVES:
         raise Unsupported(f"x is {x.dtype}; the {level} kernel takes float16 and bfloat16; use impl='auto'")
     outs = call.new_results()
     if not x.numel():  # nothing to add up
@@ -40,7 +47,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
         call = call._replace(x=x.reshape(-1, x.shape[-1]))
         with torch.cuda.device_of(x):
             plan = plan_of(call)
-            if isinstance(plan, LinearPlan):
+            if isinstance(plan, GemmPlan):
                 _run_plan(call, plan, outs, signature, compiled)
             elif level == "auto" and not row_invariant and expands(call):
                 _by_slabs(call, outs)
@@ -56,7 +63,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
 # ------------------------------------------------------------------------------------------------------------------- plans
 
 
-def plan_of(call: LinearCall, alternating: bool = False) -> LinearPlan | str:
+def plan_of(call: LinearCall, alternating: bool = False) -> GemmPlan | str:
     """The plan of a tuned kernel for x [M, K], or why there is none. alternating: rows of gate and up alternate in a tile."""
     x, weights, _, level, row_invariant = call
     if level == "triton":
@@ -65,32 +72,41 @@ def plan_of(call: LinearCall, alternating: bool = False) -> LinearPlan | str:
         return "row_invariant: the tuned kernel cuts the work by the number of rows"
     if any(w.perm is not None for w in weights) and len(weights) > 1:
         return "weights of one launch that each store their columns in an order of their own"
-    tensors = [t for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None]
-    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors):
-        return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
     problem = _problem_of(call)
     if alternating and len({w.format for w in weights}) == 1:
         problem = problem._replace(weights=((weights[0].format, sum(problem.features)),))
-    return _plan(problem, x.device.index, pair_launches())
+    return tuned_plan(problem, weights, x.device)
 
 
-def _problem_of(call: LinearCall) -> LinearProblem:
+def _problem_of(call: LinearCall) -> GemmProblem:
     """The problem of a call of x [M, K], for its plan."""
     rows, width = call.x.shape
-    return LinearProblem(tuple([(w.format, w.shape[0]) for w in call.weights]), rows, width, _DTYPES[call.x.dtype])
+    return GemmProblem(tuple([(w.format, w.shape[0]) for w in call.weights]), rows, width, HALVES[call.x.dtype])
+
+
+def tuned_plan(problem: GemmProblem, weights: Sequence[QuantTensor], device: torch.device) -> GemmPlan | str:
+    """The plan of a tuned kernel for these weights, dense or a stack of experts, or why there is none."""
+    tensors = [t for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None]
+    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors):
+        return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
+    return _plan(problem, device.index, pair_launches())
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(problem: LinearProblem, device: int, use_pdl: bool) -> LinearPlan | str:
+def _plan(problem: GemmProblem, device: int, use_pdl: bool) -> GemmPlan | str:
     """The plan of a tuned kernel on GPU number `device`: measured or analytic."""
     here = gpu(device)
-    return linear_plan(problem, here, use_pdl, table_of(here.name, here.num_sms))[0]
+    return plan_by_table(problem, here, use_pdl, table_of(here.name, here.num_sms))[0]
+
+
+def tiles_of(problem: GemmProblem, device: torch.device, row_invariant: bool = False) -> PortableTiles:
+    """The tiles of the portable kernel on a GPU, or in the interpreter."""
+    return _tiles(problem, -1 if device.type == "cpu" else device.index, row_invariant)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles(problem: LinearProblem, device: int, row_invariant: bool) -> LinearTiles:
-    """The tiles of the portable kernel on GPU number `device` (-1: the interpreter)."""
-    return linear_tiles(problem, gpu(device), row_invariant)
+def _tiles(problem: GemmProblem, device: int, row_invariant: bool) -> PortableTiles:
+    return portable_tiles(problem, gpu(device), row_invariant)
 
 
 def expands(call: LinearCall) -> bool:
@@ -104,7 +120,7 @@ def expands(call: LinearCall) -> bool:
 # ---------------------------------------------------------------------------------------------------------- tuned kernels
 
 
-def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
+def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: GemmPlan) -> list[torch.Tensor]:
     """x [M, K] times weights without act-order, with an explicit plan, for `python -m halfbyte_lab tune`."""
     call = LinearCall(x, weights, [None] * len(weights))
     outs = call.new_results()
@@ -113,25 +129,25 @@ def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) 
     return outs
 
 
-def run_ending(call: LinearCall, plan: LinearPlan, ending: Ending, outs: Sequence[torch.Tensor], **around: torch.Tensor) -> None:
-    """x [..., K] times weights into `outs` by the kernel for small M, with an ending and its tensors (`results.Around`)."""
+def run_with(epilogue: Epilogue, call: LinearCall, plan: GemmPlan, outs: Sequence[torch.Tensor], **around: torch.Tensor) -> None:
+    """x [..., K] times weights into `outs` by the kernel for small M, with an epilogue and its tensors (`results.Around`)."""
     from halfbyte.kernels.linear.results import Around
 
-    assert isinstance(plan.spec, LinearSpec)
+    assert isinstance(plan.spec, MmaSpec)
     call = call._replace(x=call.x.reshape(-1, call.x.shape[-1]))
     with torch.cuda.device_of(call.x):
-        _run_plan(call, replace(plan, spec=replace(plan.spec, ending=ending)), outs, around=Around(**around))
+        _run_plan(call, replace(plan, spec=replace(plan.spec, epilogue=epilogue)), outs, around=Around(**around))
 
 
 def _run_plan(
     call: LinearCall,
-    plan: LinearPlan,
+    plan: GemmPlan,
     outs: Sequence[torch.Tensor],
     signature: Signature | None = None,
     compiled: bool = False,
     around: Any = None,
 ) -> None:
-    """x [M, K] times weights, by a tuned kernel into `outs`. around: tensors of its ending."""
+    """x [M, K] times weights, by a tuned kernel into `outs`. around: tensors of its epilogue."""
     from halfbyte.kernels.linear import kernel_of
     from halfbyte.kernels.linear.ring import weights_of
 
@@ -140,11 +156,11 @@ def _run_plan(
         x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
     elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or not (x.is_contiguous() or _within_reach(x)):
         x = x.clone(memory_format=torch.contiguous_format)
-    if isinstance(plan.spec, LinearSpec) and plan.owner_reduces and not at_hand(x.device, plan.counters, compiled):
+    if isinstance(plan.spec, MmaSpec) and plan.owner_reduces and not at_hand(x.device, plan.counters, compiled):
         plan = replace(plan, spec=replace(plan.spec, owner_reduces=False))
     call = call._replace(x=x, biases=_alike(call.biases, call.weights))
 
-    def launches(c: LinearCall, plan: LinearPlan, outs: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]) -> list[Any]:
+    def launches(c: LinearCall, plan: GemmPlan, outs: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]) -> list[Any]:
         launches: list[Any] = kernel_of(plan).launches(c.x, weights_of(c.weights, c.biases, outs), plan, *workspace, around)
         return launches
 
@@ -176,7 +192,7 @@ def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
     """For large M: dequantize a slab of the weights, one below the other, at a time, and multiply by cuBLAS."""
     from halfbyte.kernels.dequantize import launch
 
-    x, weights = call.x, [_contiguous(w) for w in call.weights]
+    x, weights = call.x, [contiguous(w) for w in call.weights]
     features, width = [w.shape[0] for w in weights], x.shape[1]
     total = sum(features)
     buffer = x.new_empty(min(slab_rows(width), total), width)
@@ -195,27 +211,32 @@ def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
                 torch.addmm(bias[start : start + rows].to(x.dtype), x, w.mT, out=here)
 
 
-def _contiguous(w: QuantTensor) -> QuantTensor:
+def contiguous(w: QuantTensor, *names: str) -> QuantTensor:
+    """The weight with these parts contiguous; with all of them if none is named."""
     parts = w.parts()
-    if all(part.is_contiguous() for part in parts.values()):
-        return w
-    return QuantTensor(w.format, w.shape, **{name: part.contiguous() for name, part in parts.items()})
+    dense = {name: t.contiguous() if not names or name in names else t for name, t in parts.items()}
+    return w if all(dense[name] is t for name, t in parts.items()) else QuantTensor(w.format, w.shape, **dense)
 
 
 def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool) -> None:
     from halfbyte.kernels.linear.portable import launch
 
     problem, device = _problem_of(call), call.x.device
-    tiles = _tiles(problem, -1 if device.type == "cpu" else device.index, call.row_invariant)
-    partials = semaphores = None
-    if tiles.splits > 1:
-        partials = floats(device, tiles.floats(problem.features, problem.rows), compiled)
-        semaphores = counters(device, tiles.count(problem.features, problem.rows), compiled)
+    tiles = tiles_of(problem, device, call.row_invariant)
+    workspace = portable_workspace(tiles, problem, device, compiled)
     biases = [None if b is None else b.contiguous() for b in call.biases]
     gathers = tiles.block_m <= GATHERED_ROWS
-    dense = map(_dense_vectors, call.weights)
+    dense = [contiguous(w, "nested", "perm") for w in call.weights]  # vectors, which kernels read without strides
     xs, weights = zip(*((call.x, w) if gathers else _in_stored_order(call.x, w) for w in dense), strict=True)
-    launch(xs, weights, biases, outs, tiles, partials, semaphores)
+    launch(xs, weights, biases, outs, tiles, *workspace)
+
+
+def portable_workspace(
+    tiles: PortableTiles, problem: GemmProblem, device: torch.device, own: bool = False
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """fp32 results that are added up, and semaphores, of a launch of the portable kernel; None where there are none."""
+    size = tiles.floats(problem)
+    return (floats(device, size, own), counters(device, tiles.counters(problem), own)) if size else (None, None)
 
 
 def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, QuantTensor]:
@@ -226,9 +247,3 @@ def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, Qua
     if w.perm is not None:
         return x.index_select(1, w.perm.clamp(0, x.shape[1] - 1)), replace(w, perm=None)
     return (x if x.stride(1) == 1 else x.contiguous()), w
-
-
-def _dense_vectors(w: QuantTensor) -> QuantTensor:
-    """The weight with one-dimensional tensors made contiguous, as kernels read them."""
-    dense = [None if t is None else t.contiguous() for t in (w.nested, w.perm)]
-    return w if dense[0] is w.nested and dense[1] is w.perm else replace(w, nested=dense[0], perm=dense[1])

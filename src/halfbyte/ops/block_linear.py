@@ -18,8 +18,10 @@ from halfbyte.ops._library import can_bypass_dispatcher, level
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.block import add_norm, check_norm, gated, norm_rows
 from halfbyte.ops.linear import linear, projections
-from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearSpec
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_spec import Epilogue, MmaSpec
 from halfbyte.reference.block import ACTIVATIONS, Norm
+from halfbyte.reference.experts import Activation
 from halfbyte.tensors import QuantTensor
 
 
@@ -72,12 +74,12 @@ def add_projection(
     residual = residual.contiguous()
     hidden = torch.empty_like(residual)
     if before is None:
-        gpu.run_ending(call, plan, Ending(adds=True, multiplier=multiplier), [hidden], residual=residual)
+        gpu.run_with(Epilogue(adds=True, multiplier=multiplier), call, plan, [hidden], residual=residual)
         return hidden, None
     rows = Unscaled(hidden, torch.empty_like(hidden), x.new_empty(plan.tiles, _count(x), dtype=torch.float32), before)
-    ending = Ending(adds=True, multiplier=multiplier, norm=before.kind)
+    epilogue = Epilogue(adds=True, multiplier=multiplier, norm=before.kind)
     around = {"residual": residual, "weight": before.weight, "weighted": rows.weighted, "own_squares": rows.squares}
-    gpu.run_ending(call, plan, ending, [hidden], **around)
+    gpu.run_with(epilogue, call, plan, [hidden], **around)
     return hidden, rows
 
 
@@ -90,7 +92,7 @@ def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Te
     if plan is None:
         return projections(x.normalized(), weights, biases)
     outs = call.new_results()
-    gpu.run_ending(call, plan, _scaling(x), outs, squares=x.squares)
+    gpu.run_with(_scaling(x), call, plan, outs, squares=x.squares)
     return outs
 
 
@@ -114,7 +116,8 @@ def gated_projection(
         return gated(gate, up, activation)
     out = call.new_results()[0]
     squares = {} if isinstance(x, torch.Tensor) else {"squares": x.squares}
-    gpu.run_ending(call, plan, replace(_scaling(x), activation=activation), [out], **squares)
+    epilogue = replace(_scaling(x), activation=Activation(activation))  # type: ignore[arg-type]
+    gpu.run_with(epilogue, call, plan, [out], **squares)
     return out
 
 
@@ -127,22 +130,22 @@ def halves(weight: QuantTensor, bias: torch.Tensor | None) -> tuple[list[QuantTe
     return [QuantTensor(weight.format, (n, width), **p) for p in own], [None if bias is None else bias[r] for r in rows]
 
 
-def _scaling(x: Rows) -> Ending:
-    return Ending() if isinstance(x, torch.Tensor) else Ending(parts=len(x.squares), eps=x.norm.eps)
+def _scaling(x: Rows) -> Epilogue:
+    return Epilogue() if isinstance(x, torch.Tensor) else Epilogue(parts=len(x.squares), eps=x.norm.eps)
 
 
 def _count(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _plan(call: LinearCall, *others: torch.Tensor | None, alternating: bool = False) -> LinearPlan | None:
+def _plan(call: LinearCall, *others: torch.Tensor | None, alternating: bool = False) -> GemmPlan | None:
     """How one launch of the kernel for small M runs a call and what surrounds it; None where it does not."""
     x = call.x
     if not x.numel() or not can_bypass_dispatcher(x, *call.biases, *others) or level("linear", "auto", x.device) != "gluon":
         return None
     with torch.cuda.device_of(x):
         plan = gpu.plan_of(call._replace(x=x.reshape(-1, x.shape[-1])), alternating)
-    if not isinstance(plan, LinearPlan) or not isinstance(plan.spec, LinearSpec):
+    if not isinstance(plan, GemmPlan) or not isinstance(plan.spec, MmaSpec):
         return None
     # Odd rows of scales that begin 2 bytes off a multiple of 4 are not those of one weight.
     return None if alternating and (plan.spec.odd_scales or plan.spec.odd_zeros) else plan

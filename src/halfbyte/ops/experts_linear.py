@@ -9,8 +9,9 @@ dequantize experts for a 16-bit grouped GEMM.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,20 +21,20 @@ from halfbyte.device import gpu
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import weight_format
 from halfbyte.ops import _experts_prompt, launch_cache
+from halfbyte.ops import _linear_on_gpu as gemm
 from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops._library import level, refuse_capture
 from halfbyte.ops.declare import Op
-from halfbyte.ops.workspace import counters, floats
-from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
-from halfbyte.plans.experts_mma import MOST_TOKENS, ExpertsPlan
-from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, dequantized_rows, gluon_experts
-from halfbyte.plans.linear_spec import ExpertsProblem
+from halfbyte.plans.gemm_mma import MOST_TOKENS
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_portable import tokens_at_once
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
+from halfbyte.plans.gemm_slabs import dequantized_rows
+from halfbyte.plans.gemm_spec import MmaSpec
 from halfbyte.reference import experts as reference
 from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
-from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 #: Numbers of x that are gathered at a time in act-order; each takes an index of 8 bytes.
 _INDICES = 1 << 24
 _LEVELS: dict[str, Callable[..., torch.Tensor]] = {"cpu": cpu.experts_linear, "reference": reference.experts_linear}
@@ -161,7 +162,7 @@ def run_both(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
 
 
 def _run_on_gpu(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
-    """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call. ids_early: see `ExpertsProblem`."""
+    """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call. ids_early: see `Routing`."""
     x, weight, ids, impl = call.x, call.weight, call.ids, call.impl
     if x.element_size() > 2:
         raise Unsupported(f"x is {x.dtype}; the {impl} kernel takes float16 and bfloat16; use impl='auto'")
@@ -176,10 +177,9 @@ def _run_on_gpu(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
             return out
         call = _dense(call)
         plan = _plan_of(call, ids_early) if impl != "triton" else "the portable kernel was requested"
-        if isinstance(plan, ExpertsPlan):
-            _run_tuned(call, plan, out)
-        elif isinstance(plan, ExpertsWgmmaPlan):
-            _experts_prompt.run_wgmma(call, plan, out)
+        if isinstance(plan, GemmPlan):
+            run_tuned = _run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run_wgmma
+            run_tuned(call, plan, out)
         elif impl == "gluon":
             raise Unsupported(f"impl='gluon' cannot run this call: {plan}; use impl='auto', which takes the portable kernel here")
         else:
@@ -199,11 +199,11 @@ def _rows_to_dequantize(call: ExpertsCall) -> int:
 def _dense(call: ExpertsCall) -> ExpertsCall:
     """The call with contiguous tensors where kernels take no strides, and x gathered in the stored column order of each expert."""
     x, w, ids, gates, bias, _ = call[:6]
-    parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items() if n != "perm"}
     if w.perm is not None:
         x = _in_stored_order(x, w.perm.long().clamp(0, w.shape[2] - 1), ids.long().clamp(0, w.shape[0] - 1))
+    weight = gemm.contiguous(replace(w, perm=None), "nested", "tensor_scale")
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
-    return call._replace(x=x, weight=QuantTensor(w.format, w.shape, **parts), ids=ids.contiguous(), gates=gates, bias=bias)
+    return call._replace(x=x, weight=weight, ids=ids.contiguous(), gates=gates, bias=bias)
 
 
 def _in_stored_order(x: torch.Tensor, perm: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -218,74 +218,66 @@ def _in_stored_order(x: torch.Tensor, perm: torch.Tensor, experts: torch.Tensor)
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
 
 
-def _plan_of(call: ExpertsCall, ids_early: bool = False) -> ExpertsPlan | ExpertsWgmmaPlan | str:
-    """How the tuned kernel runs a call, or why it does not."""
-    x, w = call.x, call.weight
-    if not all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in (w.codes, w.scales, w.offsets)):
-        return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
-    return _plan(_problem_of(call)._replace(ids_early=ids_early), x.device.index, pair_launches())
+def _plan_of(call: ExpertsCall, ids_early: bool = False) -> GemmPlan | str:
+    """How a tuned kernel runs a call, or why none does."""
+    return gemm.tuned_plan(_problem_of(call, ids_early), [call.weight], call.x.device)
 
 
-def _grouped_plans(up: ExpertsCall, down: ExpertsCall) -> tuple[ExpertsWgmmaPlan, ExpertsWgmmaPlan] | None:
+def _grouped_plans(up: ExpertsCall, down: ExpertsCall) -> tuple[GemmPlan, GemmPlan] | None:
     """How the grouped kernel runs both projections, if it takes both, in the same blocks of pairs."""
     if up.weight.perm is not None or down.weight.perm is not None:
         return None
     first, last = _plan_of(up), _plan_of(down)
-    both = isinstance(first, ExpertsWgmmaPlan) and isinstance(last, ExpertsWgmmaPlan) and first.spec.block_m == last.spec.block_m
-    return (first, last) if both else None  # type: ignore[return-value]
+    if isinstance(first, str) or isinstance(last, str) or isinstance(first.spec, MmaSpec) or isinstance(last.spec, MmaSpec):
+        return None
+    return (first, last) if first.spec.block_m == last.spec.block_m else None
 
 
-def _problem_of(call: ExpertsCall) -> ExpertsProblem:
+def _problem_of(call: ExpertsCall, ids_early: bool = False) -> GemmProblem:
     """What a plan needs to know of a call."""
     experts, features, width = call.weight.shape
     tokens, top_k = call.ids.shape
-    half, one_row, sums = _DTYPES[call.x.dtype], call.x.ndim == 2, call.gates is not None
-    return ExpertsProblem(call.weight.format, (experts, features, width), tokens, top_k, half, one_row, sums, call.activation)
+    routing = Routing(experts, top_k, shared=call.x.ndim == 2, gated=call.gates is not None, ids_early=ids_early)
+    return GemmProblem(((call.weight.format, features),), tokens, width, gemm.HALVES[call.x.dtype], routing, call.activation)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(problem: ExpertsProblem, device: int, use_pdl: bool) -> ExpertsPlan | ExpertsWgmmaPlan | str:
-    """The plan on GPU number `device`."""
-    return gluon_experts(problem, gpu(device), use_pdl)
-
-
-def _run_tuned(call: ExpertsCall, plan: ExpertsPlan, out: torch.Tensor) -> None:
-    from halfbyte.kernels.linear.experts_mma import launches
-
+def _run_tuned(call: ExpertsCall, plan: GemmPlan, out: torch.Tensor) -> None:
     x = call.x.reshape(-1, call.x.shape[-1])
     if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or 2 * x.stride(0) * x.shape[0] >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
     call, w = call._replace(x=x), call.weight
     sizes = w.shape, x.stride(0), call.ids.shape[1]
     types = tuple(None if t is None else (t.dtype, t.data_ptr() % 16) for t in (call.ids, call.gates, call.bias, w.tensor_scale))
-    launch_cache.launch(EXPERTS, call, plan, launches, [out], key=(plan, x.device, sizes, types))
+    launch_cache.launch(EXPERTS, call, plan, _launches, [out], key=(plan, x.device, sizes, types))
+
+
+def _launches(
+    call: ExpertsCall, plan: GemmPlan, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]
+) -> Sequence[Any]:
+    from halfbyte.kernels.linear.mma import launches
+    from halfbyte.kernels.linear.ring import Routed, stack_of
+
+    routing = Routed(call.ids, call.gates, call.weight.shape[0])
+    floats, counters = workspace
+    return launches(call.x, stack_of(call.weight, call.bias, results[0]), plan, floats, counters, routed=routing)
 
 
 # ------------------------------------------------------------------------------------------------------------- the portable kernel
 
 
 def _run_portable(call: ExpertsCall, out: torch.Tensor) -> None:
-    x, weight, ids, gates, _, _ = call[:6]
-    tokens, top_k = ids.shape
-    step = tokens if gates is None else tokens_at_once(weight.shape[1], top_k)
-    for first in range(0, tokens, step):
+    x, ids, gates = call.x, call.ids, call.gates
+    step = tokens_at_once(_problem_of(call))
+    for first in range(0, len(ids), step):
         part = slice(first, first + step)
         _launch(call._replace(x=x[part], ids=ids[part], gates=None if gates is None else gates[part]), out[part])
 
 
 def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
-    from halfbyte.kernels.linear.experts import launch, workspace
+    from halfbyte.kernels.linear.experts import launch
 
-    x, stack, ids = call.x, call.weight, call.ids
-    problem, (experts, features, width) = _problem_of(call), stack.shape
-    tiles = _tiles(problem, -1 if x.device.type == "cpu" else x.device.index)
-    table = (None, None) if tiles.inline else sorted_pairs(ids, experts)[:2]
-    size, count = workspace(tiles, features, problem.pairs, problem.gated)
-    partials, semaphores = (floats(x.device, size), counters(x.device, count)) if size else (None, None)
-    launch(call._replace(x=x.reshape(-1, width)), out, tiles, table, partials, semaphores)
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiles(problem: ExpertsProblem, device: int) -> ExpertsTiles:
-    """The tiles on GPU number `device` (-1: the interpreter)."""
-    return experts_tiles(problem, gpu(device).num_sms)
+    x, problem = call.x, _problem_of(call)
+    tiles = gemm.tiles_of(problem, x.device)
+    table = (None, None) if tiles.inline else sorted_pairs(call.ids, call.weight.shape[0])[:2]
+    workspace = gemm.portable_workspace(tiles, problem, x.device)
+    launch(call._replace(x=x.reshape(-1, problem.width)), out, tiles, table, *workspace)

@@ -212,9 +212,9 @@ class _Places:
         if value is None or type(value) in (int, bool):
             return repr(value)
         name, base = f"k{len(self._constants)}", getattr(value, "base", None)
-        described = isinstance(base, torch.Tensor)
-        self._constants[name] = _descriptor_like(value) if described else value
-        return f"{name}({self._text(base)})" if described else name
+        descriptor = isinstance(base, torch.Tensor)
+        self._constants[name] = _descriptor_like(value) if descriptor else value
+        return f"{name}({self._text(base)})" if descriptor else name
 
 
 class _Address(int):

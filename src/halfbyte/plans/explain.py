@@ -14,9 +14,11 @@ from halfbyte.plans.decode_attention import MOST_SEQUENCES, gluon_plan, queries_
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.decode_problem import dense_problem
 from halfbyte.plans.decode_spec import DecodePlan
-from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
-from halfbyte.plans.tuning_cache import NO_TABLE, Table, linear_plan
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_portable import portable_tiles
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_slabs import describe_slabs, expanded
+from halfbyte.plans.tuning_cache import NO_TABLE, Table, plan_by_table
 from halfbyte.reference.hadamard import block_size
 from halfbyte.settings import check_half
 
@@ -123,14 +125,14 @@ def linear_explanation(
     bits = 8 * weight_bytes / (sum(features) * width)
     xy_bytes = 2 * rows * (width + sum(features))
     facts["bytes"] = f"{weight_bytes / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {xy_bytes / 1e6:,.2f} MB of x and y"
-    problem = LinearProblem(tuple(zip(formats, features, strict=True)), rows, width, dtype)
-    plan, source = linear_plan(problem, gpu, True, table)
-    if isinstance(plan, LinearPlan):
+    problem = GemmProblem(tuple(zip(formats, features, strict=True)), rows, width, dtype)
+    plan, source = plan_by_table(problem, gpu, True, table)
+    if isinstance(plan, GemmPlan):
         kernel, *rest = plan.describe(rows).items()
         return facts | dict([kernel, ("plan", source), *rest, *resources(problem, plan, gpu.capability).items()])
     if expanded(problem):
         return facts | {"not gluon": plan} | describe_slabs(problem)
-    return facts | {"not gluon": plan} | linear_tiles(problem, gpu).describe(problem)
+    return facts | {"not gluon": plan} | portable_tiles(problem, gpu).describe(problem)
 
 
 def _described(gpu: GPU) -> dict[str, str]:

@@ -18,9 +18,10 @@ from typing import Any
 from halfbyte.device import GPU
 from halfbyte.errors import HalfbyteError
 from halfbyte.paths import own_plans
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.kv_codec import padded
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
-from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
 
@@ -34,11 +35,11 @@ class DamagedPlans(HalfbyteError, ValueError):
     """A file is not a table of measured plans for this GPU and version."""
 
 
-def key_of(p: LinearProblem) -> str:
+def key_of(p: GemmProblem) -> str:
     """The fields of a problem, with M rounded up as the kernels do, as one line of JSON."""
     rows = padded(p.rows) if p.rows <= _BLOCK_ROWS else -(-p.rows // _BLOCK_ROWS) * _BLOCK_ROWS
     weights = [(fmt.name, n) for fmt, n in p.weights]
-    return json.dumps({"op": "linear", **p._asdict(), "weights": weights, "rows": rows}, sort_keys=True)
+    return json.dumps({"op": "linear", "weights": weights, "rows": rows, "width": p.width, "half": p.half}, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ NO_TABLE = Table("", 0, note="no plans are stored for a GPU that is described by
 # ------------------------------------------------------------------------------------------------------- plans by a table
 
 
-def linear_plan(p: LinearProblem, gpu: GPU, use_pdl: bool, table: Table) -> tuple[LinearPlan | str, str]:
-    """`tuned_linear` with the table's choice, if there is one, and where the plan comes from, in words."""
-    plan = tuned_linear(p, gpu, use_pdl)
-    entry = table.entries.get(key_of(p))
+def plan_by_table(p: GemmProblem, gpu: GPU, use_pdl: bool, table: Table) -> tuple[GemmPlan | str, str]:
+    """`tuned_gemm` with the table's choice, if there is one, and where the plan comes from, in words. No table has experts."""
+    plan = tuned_gemm(p, gpu, use_pdl)
+    entry = None if p.routing else table.entries.get(key_of(p))
     if isinstance(plan, str) or entry is None or entry.choice is None:
         return plan, _analytic(entry, table)
     choice = with_linear_choice(plan, entry.choice, p, gpu)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from halfbyte.device import GPU, Capability
-from halfbyte.plans.linear import planned, staged, with_copies
-from halfbyte.plans.linear_large import LinearLargeSpec
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
-from halfbyte.plans.linear_wgmma import divided, wgmma_staged
+from halfbyte.plans.gemm_mma import planned, staged, with_copies
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import MmaSpec, WgmmaSpec
+from halfbyte.plans.gemm_wgmma import divided, wgmma_staged
 
 
 @dataclass(frozen=True)
@@ -34,29 +35,28 @@ STAGES = (4, 3, 2)
 _MOST_PROGRAMS = 4
 
 
-def with_linear_choice(plan: LinearPlan, c: LinearChoice, p: LinearProblem, gpu: GPU) -> LinearPlan | str:
+def with_linear_choice(plan: GemmPlan, c: LinearChoice, p: GemmProblem, gpu: GPU) -> GemmPlan | str:
     """The plan of a problem with another choice, or the reason why that is not possible."""
-    if isinstance(plan.spec, LinearLargeSpec):
+    if not plan.spec.stream_k:
         return f"M = {p.rows}; the kernel for large M leaves no choice"
-    if isinstance(plan.spec, LinearSpec):
-        spec: LinearSpec | LinearWgmmaSpec | str = _few_rows(plan.spec, c, p.width, gpu.capability)
+    if isinstance(plan.spec, MmaSpec):
+        spec: MmaSpec | WgmmaSpec | str = _few_rows(plan.spec, c, p.width, gpu.capability)
     else:
         spec = _warp_groups(plan.spec, c, p.width)
     if isinstance(spec, str):
         return spec
-    blocks, steps = plan.tiles // p.tiles(plan.spec.tile), -(-p.width // spec.step)
-    tiles = blocks * p.tiles(spec.tile)
+    tiles, steps = plan.blocks * p.tiles(spec.tile), -(-p.width // spec.step)
     most = _MOST_PROGRAMS * gpu.num_sms
-    if isinstance(spec, LinearSpec):  # each program may compute one whole tile, for any number of tiles
+    if isinstance(spec, MmaSpec):  # each program may compute one whole tile, for any number of tiles
         most = max(tiles, most)
     if not 1 <= c.programs <= min(tiles * steps, most):
         return f"{c.programs} programs for {tiles} tiles of {steps} steps on {gpu.num_sms} multiprocessors"
-    if isinstance(spec, LinearSpec):
+    if isinstance(spec, MmaSpec):
         return planned(spec, c.programs, tiles, steps, c.blocks)
-    return divided(spec, c.programs, tiles, steps)
+    return divided(spec, c.programs, tiles, steps, plan.blocks)
 
 
-def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: Capability) -> LinearSpec | str:
+def _few_rows(spec: MmaSpec, c: LinearChoice, width: int, capability: Capability) -> MmaSpec | str:
     if c.tile not in TILES[spec.warps_m] or c.chunk not in CHUNKS or c.stages not in STAGES or c.blocks not in (1, 2):
         return f"{c} is no shape of this kernel"
     shape = replace(spec, tile=c.tile, chunk=c.chunk, stages=1, pad_slots=0)
@@ -69,7 +69,7 @@ def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: Capabil
     )
 
 
-def _warp_groups(spec: LinearWgmmaSpec, c: LinearChoice, width: int) -> LinearWgmmaSpec | str:
+def _warp_groups(spec: WgmmaSpec, c: LinearChoice, width: int) -> WgmmaSpec | str:
     if c.tile != spec.tile or c.chunk not in WGMMA_CHUNKS or c.blocks != 1:
         return f"{c} is no shape of this kernel"
     most = wgmma_staged(replace(spec, chunk=c.chunk, stages=1), width)

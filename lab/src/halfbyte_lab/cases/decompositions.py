@@ -15,8 +15,8 @@ import torch
 
 from halfbyte.device import Device, resident_blocks
 from halfbyte.errors import Unsupported
-from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearProblem
+from halfbyte.plans.gemm_mma import mma_plan
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
 
@@ -114,9 +114,8 @@ class Halfbyte:
         from halfbyte.kernels.linear.ring import weights_of
 
         n, k = stored[0].shape
-        plan = gluon_linear(
-            LinearProblem(((stored[0].format, n),), x.shape[0], k, "bf16"), device.gpu, False
-        )  # as the others: alone
+        problem = GemmProblem(((stored[0].format, n),), x.shape[0], k, "bf16")
+        plan = mma_plan(problem, device.gpu, use_pdl=False)  # as the others: alone
         if isinstance(plan, str):
             raise Unsupported(plan)
         slots = device.gpu.num_sms * plan.programs_per_sm

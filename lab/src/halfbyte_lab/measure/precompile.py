@@ -9,8 +9,8 @@ from halfbyte.device import Device
 from halfbyte.formats import weight_format
 from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_problem import dense_problem
-from halfbyte.plans.linear_spec import LinearProblem
-from halfbyte.plans.tuning_cache import linear_plan, table_of
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.tuning_cache import plan_by_table, table_of
 from halfbyte.precompile import BiasedProblem, Pair
 from halfbyte_lab.measure.decode import DecodeShape, parse_formats
 from halfbyte_lab.measure.session import Session
@@ -31,9 +31,9 @@ def products(
     device: Device, formats: str, features: Sequence[int], rows: int, width: int, half: str = "bf16", biased: bool = False
 ) -> Iterator[Pair]:
     """x [rows, width] times weights of one format in one launch; `biased`: each with a bias."""
-    problem = LinearProblem(tuple((weight_format(formats), n) for n in features), rows, width, half)
+    problem = GemmProblem(tuple((weight_format(formats), n) for n in features), rows, width, half)
     for pair in BOTH:
-        plan, _ = linear_plan(problem, device.gpu, pair, table_of(device.name, device.gpu.num_sms))
+        plan, _ = plan_by_table(problem, device.gpu, pair, table_of(device.name, device.gpu.num_sms))
         if not isinstance(plan, str):
             yield BiasedProblem(*problem) if biased else problem, plan
 

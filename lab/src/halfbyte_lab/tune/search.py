@@ -25,9 +25,11 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.formats import weight_format
 from halfbyte.ops import by_plan
 from halfbyte.paths import write_whole
-from halfbyte.plans.linear import even_programs, fewest_programs
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_mma import even_programs, fewest_programs
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import MmaSpec
 from halfbyte.plans.tuning_cache import VERSION, DamagedPlans, Table, TunedEntry, check_gpu, key_of, read
 from halfbyte.plans.tuning_space import CHUNKS, STAGES, TILES, WGMMA_CHUNKS, LinearChoice, with_linear_choice
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
@@ -75,7 +77,7 @@ class Store:
             return {}
         return table.entries
 
-    def add(self, problem: LinearProblem, entry: TunedEntry) -> None:
+    def add(self, problem: GemmProblem, entry: TunedEntry) -> None:
         """Store an entry in place of an older one of the same problem."""
         import fcntl  # POSIX has it, and every system with a GPU that this runs on
 
@@ -91,14 +93,14 @@ class Store:
 MOST_CHOICES = 24
 
 
-def linear_choices(plan: LinearPlan, problem: LinearProblem, gpu: GPU) -> list[LinearChoice]:
+def linear_choices(plan: GemmPlan, problem: GemmProblem, gpu: GPU) -> list[LinearChoice]:
     """Choices worth measuring, that of the plan first: its shape and its neighbours', each cut in several ways."""
     first = linear_choice(plan)
     shapes = list(_linear_shapes(plan, first, problem, gpu))
     choices = [first]
     for shape in (first, *shapes):
         full = with_linear_choice(plan, replace(shape, programs=1), problem, gpu)
-        assert isinstance(full, LinearPlan), full
+        assert isinstance(full, GemmPlan), full
         slots = gpu.num_sms * shape.blocks
         counts = [fewest_programs(full.tiles, full.steps, gpu.num_sms, shape.blocks), slots]
         counts.append(even_programs(full.tiles, full.steps, slots))
@@ -107,26 +109,26 @@ def linear_choices(plan: LinearPlan, problem: LinearProblem, gpu: GPU) -> list[L
             counts += [n for n in parts if 0.5 * slots <= n <= 2 * slots][: None if shape is first else 2]
         for count in counts:
             choice = replace(shape, programs=count)
-            if isinstance(with_linear_choice(plan, choice, problem, gpu), LinearPlan):
+            if isinstance(with_linear_choice(plan, choice, problem, gpu), GemmPlan):
                 choices.append(choice)
     return list(dict.fromkeys(choices))[:MOST_CHOICES]
 
 
-def _linear_shapes(plan: LinearPlan, first: LinearChoice, problem: LinearProblem, gpu: GPU) -> Iterator[LinearChoice]:
+def _linear_shapes(plan: GemmPlan, first: LinearChoice, problem: GemmProblem, gpu: GPU) -> Iterator[LinearChoice]:
     """Other shapes of tile, chunk and programs at once, each with as many stages as fit."""
-    few = isinstance(plan.spec, LinearSpec)
-    tiles = TILES[plan.spec.warps_m] if isinstance(plan.spec, LinearSpec) else (first.tile,)
+    few = isinstance(plan.spec, MmaSpec)
+    tiles = TILES[plan.spec.warps_m] if isinstance(plan.spec, MmaSpec) else (first.tile,)
     for blocks, chunk, tile in itertools.product((2, 1) if few else (1,), CHUNKS if few else WGMMA_CHUNKS, tiles):
         if (tile, chunk, blocks) == (first.tile, first.chunk, first.blocks) or (chunk == 128 and first.chunk > 128):
             continue  # pieces of 64 bytes of a row were the slowest of all
         for stages in STAGES if few else range(8, 2, -1):
             shape = LinearChoice(tile, chunk, stages, blocks, 1)
-            if isinstance(with_linear_choice(plan, shape, problem, gpu), LinearPlan):
+            if isinstance(with_linear_choice(plan, shape, problem, gpu), GemmPlan):
                 yield shape
                 break
 
 
-def linear_choice(plan: LinearPlan) -> LinearChoice:
+def linear_choice(plan: GemmPlan) -> LinearChoice:
     """The choice that a plan made."""
     spec = plan.spec
     return LinearChoice(spec.tile, spec.chunk, spec.stages, plan.programs_per_sm, plan.programs)
@@ -150,12 +152,12 @@ Judge = Callable[[Any], Accuracy]
 class Planned:
     """One problem and its plans by their choices, the analytic one first; `refused`: in words, why there are none."""
 
-    problem: LinearProblem
-    plans: dict[LinearChoice, LinearPlan]
+    problem: GemmProblem
+    plans: dict[LinearChoice, GemmPlan]
     refused: str = ""
 
     @staticmethod
-    def of(problem: LinearProblem, made: Mapping[LinearChoice, LinearPlan | str], quick: bool) -> Planned:
+    def of(problem: GemmProblem, made: Mapping[LinearChoice, GemmPlan | str], quick: bool) -> Planned:
         """The plans that can be, as many as are to be measured."""
         legal = [(choice, plan) for choice, plan in made.items() if not isinstance(plan, str)]
         return Planned(problem, dict(legal[: _QUICK_CHOICES if quick else None]))
@@ -179,8 +181,8 @@ class LinearTuning:
     def planned(self, gpu: GPU, quick: bool) -> Planned:
         """Its problem with all plans."""
         weights = tuple((weight_format(self.formats), n) for n in self.features)
-        where = LinearProblem(weights, self.rows, self.width, "bf16"), gpu
-        first = tuned_linear(*where, use_pdl=True)
+        where = GemmProblem(weights, self.rows, self.width, "bf16"), gpu
+        first = tuned_gemm(*where, use_pdl=True)
         own = first if isinstance(first, str) else with_linear_choice(first, linear_choice(first), *where)
         if isinstance(first, str) or isinstance(own, str):
             return Planned(where[0], {}, str(own))

@@ -11,16 +11,18 @@ import torch
 from halfbyte.device import H200
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.aot.linear import empty_weight
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
-from halfbyte.kernels.linear import experts_mma, experts_prompt, experts_sort, experts_wgmma
-from halfbyte.plans.experts import experts_tiles
-from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
-from halfbyte.plans.experts_prompt import wgmma_experts
-from halfbyte.plans.linear_spec import ExpertsProblem
+from halfbyte.kernels.linear import experts_prompt, experts_sort, experts_wgmma, mma
+from halfbyte.kernels.linear.ring import Routed, stack_of
+from halfbyte.plans.gemm_mma import mma_plan
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_portable import portable_tiles
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
+from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.plans.weight_spec import multiple
 from halfbyte.reference.experts import Activation, ExpertsCall
-from halfbyte.tensors import QuantTensor, expected_parts
 
 _OAI = Activation("silu", 1.702, 7.0, 1.0)
 #: (E, top_k, N, K, activation, what else) of the two projections of Qwen3-30B-A3B, of GPT-OSS-20B, and of
@@ -81,7 +83,7 @@ def configurations() -> Iterator[Configuration]:
     yield from _grouped()
     for name, tokens, (experts, top_k, features, width, activation, options) in _CASES:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
-        tiles = experts_tiles(_problem(call), num_sms=132)
+        tiles = portable_tiles(_problem(call), H200)
         table = (None, None) if tiles.inline else (empty(tokens * top_k), empty(experts + 1))
         given = (call.new_result(), tiles, table, empty(1, dtype=torch.float32), empty(1))
         why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
@@ -89,24 +91,24 @@ def configurations() -> Iterator[Configuration]:
         yield from recorded(full, partial(portable.launch, call, *given), may_spill=why)
     for name, tokens, (experts, top_k, features, width, activation, options) in _TUNED:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
-        problem = _problem(call)
-        plan = tuned_experts(problem._replace(ids_early=problem.gated), H200, use_pdl=True)
-        if isinstance(plan, ExpertsPlan):
+        plan = mma_plan(_problem(call, ids_early=call.gates is not None), H200, use_pdl=True)
+        if isinstance(plan, GemmPlan):
             full, workspace = _name("tuned-experts", name, tokens, call, options), (empty(1, dtype=torch.float32), empty(1))
-            for launch in experts_mma.launches(call, plan, [call.new_result()], workspace):
+            weights, routed = stack_of(call.weight, call.bias, call.new_result()), Routed(call.ids, call.gates, experts)
+            for launch in mma.launches(call.x, weights, plan, *workspace, routed=routed):
                 yield from recorded(full, launch, targets=(90,))
 
 
 def _grouped() -> Iterator[Configuration]:
     for name, tokens, projections, half in _GROUPED:
         up, down = (_call(name, tokens, *one[:5], f"{one[5]} {half}") for one in projections)
-        first, last = (wgmma_experts(_problem(call), H200) for call in (up, down))
+        first, last = (wgmma_plan(_problem(call), H200, use_pdl=True) for call in (up, down))
         if isinstance(first, str) or isinstance(last, str):
             continue
         pairs, (features, width) = up.ids.numel(), down.weight.shape[1:]
         x, y = (empty(pairs + first.spec.block_m, k, dtype=up.x.dtype) for k in (up.weight.shape[2], features))
         inner, table = x.new_empty(len(x), multiple(width, last.spec.chunk)), empty(1 + first.blocks, 4)
-        onward = replace(first, spec=replace(first.spec, onward=last.spec))
+        onward = replace(first, spec=replace(first.spec, epilogue=replace(first.spec.epilogue, order=last.spec)))
         full = _name("grouped-experts", name, tokens, up, half)
         yield from recorded(full, partial(experts_wgmma.sorted_rows, up.x, empty(pairs), empty(pairs), first.spec), targets=(90,))
         launches = ("", up, x, first, inner), ("-onward", up, x, onward, inner), ("-last", down, inner, last, y)
@@ -138,10 +140,11 @@ def _prompts() -> Iterator[Configuration]:
             inner = empty(8192 * top_k, features // 2, dtype=torch.bfloat16)
             yield from recorded(f"{full}-sorted", partial(experts_prompt.combine, by_expert, y, None, 0, inner))
     for name, act_order in (*((name, False) for name in WEIGHT_FORMATS), ("int4_g128", True)):
-        fmt, shape = WEIGHT_FORMATS[name], (128, 1536, 2048)
-        parts = {part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape, act_order=act_order).items()}
-        values = empty(128, 1024, 2048, dtype=torch.bfloat16)
-        given = (QuantTensor(fmt, shape, **parts), empty(129), values, 0)
+        stack, values = (
+            empty_weight(WEIGHT_FORMATS[name], (128, 1536, 2048), act_order),
+            empty(128, 1024, 2048, dtype=torch.bfloat16),
+        )
+        given = (stack, empty(129), values, 0)
         yield from recorded(f"experts-{name}{'-act-order' * act_order}", partial(launch_experts, *given))
 
 
@@ -149,11 +152,11 @@ def _call(
     name: str, tokens: int, experts: int, top_k: int, features: int, width: int, activation: Activation | None, options: str
 ) -> ExpertsCall:
     """A call on tensors without memory."""
-    fmt, shape, gated = WEIGHT_FORMATS[name], (experts, features, width), "gates" in options
+    gated = "gates" in options
     dtype = torch.float16 if "fp16" in options else torch.bfloat16
     return ExpertsCall(
         empty(tokens * (top_k if gated else 1), width, dtype=dtype),
-        QuantTensor(fmt, shape, **{part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape).items()}),
+        empty_weight(WEIGHT_FORMATS[name], (experts, features, width)),
         empty(tokens, top_k, dtype=torch.int64),
         empty(tokens, top_k, dtype=dtype) if gated else None,
         empty(experts, features, dtype=dtype) if "bias" in options else None,
@@ -161,9 +164,11 @@ def _call(
     )
 
 
-def _problem(call: ExpertsCall) -> ExpertsProblem:
+def _problem(call: ExpertsCall, ids_early: bool = False) -> GemmProblem:
     (tokens, top_k), gated, half = call.ids.shape, call.gates is not None, "fp16" if call.x.dtype is torch.float16 else "bf16"
-    return ExpertsProblem(call.weight.format, call.weight.shape, tokens, top_k, half, not gated, gated, call.activation)
+    experts, features, width = call.weight.shape
+    routing = Routing(experts, top_k, shared=not gated, gated=gated, ids_early=ids_early)
+    return GemmProblem(((call.weight.format, features),), tokens, width, half, routing, call.activation)
 
 
 def _name(kernel: str, name: str, tokens: int, call: ExpertsCall, options: str) -> str:

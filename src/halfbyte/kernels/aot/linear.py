@@ -14,9 +14,12 @@ from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, o
 from halfbyte.kernels.linear import kernel_of, mma, portable
 from halfbyte.kernels.linear.results import Around
 from halfbyte.kernels.linear.ring import Weights, weights_of
-from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
-from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearWgmmaSpec
-from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_portable import PortableTiles, portable_tiles
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import Epilogue, WgmmaSpec
+from halfbyte.reference.experts import Activation
 from halfbyte.tensors import QuantTensor, expected_parts
 
 #: (format, M, N of each, K, options) for M up to 16: every kind of code and scale, every shape of tile, one weight and three.
@@ -92,18 +95,18 @@ _LARGE_M = (
     ("nvfp4", 512, (28672,), 4096, ""),
     ("nvfp4", 1024, (4096, 1024, 1024), 4096, "fp16 bias"),
 )
-#: (format, M, N of each, K, options, ending) in a decoder block; the largest of each shape of tile.
-_ENDINGS = (
-    ("int4_g128", 1, (4096,), 4096, "", Ending(adds=True, norm="rounded")),
-    ("int4_g128", 8, (4096,), 14336, "bias", Ending(adds=True, multiplier=0.22, norm="offset")),
-    ("nf4", 16, (4096,), 14336, "fp16", Ending(adds=True)),
-    ("int4_g128", 1, (4096, 1024, 1024), 4096, "", Ending(parts=128, eps=1e-5)),
-    ("nvfp4", 16, (4096, 1024, 1024), 4096, "bias", Ending(parts=64, eps=1e-5)),
-    ("int4_g128", 1, (14336, 14336), 4096, "", Ending(parts=128, eps=1e-5, activation="silu")),
-    ("int4_g128", 8, (14336, 14336), 4096, "", Ending(parts=128, eps=1e-5, activation="silu")),
-    ("int4_g32", 4, (14336, 14336), 4096, "fp16 bias", Ending(activation="gelu_tanh")),
-    ("int8_col", 8, (14336, 14336), 4096, "", Ending(parts=128, eps=1e-5, activation="silu")),
-    ("mxfp4", 16, (14336, 14336), 4096, "", Ending(parts=64, eps=1e-5, activation="gelu_tanh")),
+#: (format, M, N of each, K, options, epilogue) in a decoder block; the largest of each shape of tile.
+_EPILOGUES = (
+    ("int4_g128", 1, (4096,), 4096, "", Epilogue(adds=True, norm="rounded")),
+    ("int4_g128", 8, (4096,), 14336, "bias", Epilogue(adds=True, multiplier=0.22, norm="offset")),
+    ("nf4", 16, (4096,), 14336, "fp16", Epilogue(adds=True)),
+    ("int4_g128", 1, (4096, 1024, 1024), 4096, "", Epilogue(parts=128, eps=1e-5)),
+    ("nvfp4", 16, (4096, 1024, 1024), 4096, "bias", Epilogue(parts=64, eps=1e-5)),
+    ("int4_g128", 1, (14336, 14336), 4096, "", Epilogue(parts=128, eps=1e-5, activation=Activation("silu"))),
+    ("int4_g128", 8, (14336, 14336), 4096, "", Epilogue(parts=128, eps=1e-5, activation=Activation("silu"))),
+    ("int4_g32", 4, (14336, 14336), 4096, "fp16 bias", Epilogue(activation=Activation("gelu_tanh"))),
+    ("int8_col", 8, (14336, 14336), 4096, "", Epilogue(parts=128, eps=1e-5, activation=Activation("silu"))),
+    ("mxfp4", 16, (14336, 14336), 4096, "", Epilogue(parts=64, eps=1e-5, activation=Activation("gelu_tanh"))),
 )
 #: (formats, M, N, K, options) for the portable kernel: every format and kind of tile is in it, most with both kinds of x.
 _PORTABLE = (
@@ -129,8 +132,8 @@ def configurations() -> Iterator[Configuration]:
             yield from _tuned(*sample, capability)
     for sample in (*_WGMMA, *_LARGE_M):
         yield from _tuned(*sample, (9, 0))
-    for case in _ENDINGS:
-        yield from _ended(*case)
+    for case in _EPILOGUES:
+        yield from _with_epilogue(*case)
     for call in _PORTABLE:
         yield from _portable(*call)
 
@@ -138,51 +141,54 @@ def configurations() -> Iterator[Configuration]:
 def _tuned(name: str, m: int, features: tuple[int, ...], k: int, options: str, capability: Capability) -> Iterator[Configuration]:
     """What a GEMM by a tuned kernel would compile on a GPU of 132 SMs."""
     problem = _problem(name, m, features, k, options)
-    plan = tuned_linear(problem, GPU("", 132, capability), use_pdl=True)
-    if isinstance(plan, LinearPlan):
+    plan = tuned_gemm(problem, GPU("", 132, capability), use_pdl=True)
+    if isinstance(plan, GemmPlan):
         yield from plan_configurations(problem, options, plan, capability)
 
 
-def _problem(name: str, m: int, features: tuple[int, ...], k: int, options: str) -> LinearProblem:
-    return LinearProblem(tuple((WEIGHT_FORMATS[name], n) for n in features), m, k, "fp16" if "fp16" in options else "bf16")
+def _problem(name: str, m: int, features: tuple[int, ...], k: int, options: str) -> GemmProblem:
+    return GemmProblem(tuple((WEIGHT_FORMATS[name], n) for n in features), m, k, "fp16" if "fp16" in options else "bf16")
 
 
-def _ended(name: str, m: int, features: tuple[int, ...], k: int, options: str, ending: Ending) -> Iterator[Configuration]:
+def _with_epilogue(
+    name: str, m: int, features: tuple[int, ...], k: int, options: str, epilogue: Epilogue
+) -> Iterator[Configuration]:
     """A projection with what surrounds it in a decoder block, as an H100 would run it."""
     problem = _problem(name, m, features, k, options)
-    planned = _problem(name, m, (sum(features),), k, options) if ending.activation else problem
-    plan = tuned_linear(planned, H200, use_pdl=True)
-    if not isinstance(plan, LinearPlan):  # not with every Triton
+    planned = _problem(name, m, (sum(features),), k, options) if epilogue.activation else problem
+    plan = tuned_gemm(planned, H200, use_pdl=True)
+    if not isinstance(plan, GemmPlan):  # not with every Triton
         return
     x, weights = _operands(problem, options)
     y, dtype = weights.outs[0], x.dtype
-    if ending.activation:
+    if epilogue.activation:
         weights = weights._replace(outs=(y,))
     squares, weight = empty(1, m, dtype=torch.float32), empty(features[0], dtype=dtype)
-    sums = {"residual": y} if ending.adds else {}
-    sums |= {"weight": weight, "weighted": y, "own_squares": squares} if ending.norm else {}
-    around = Around(squares=squares if ending.parts else None, **sums)
-    given = (x, weights, replace(plan, spec=replace(plan.spec, ending=ending)))
+    sums = {"residual": y} if epilogue.adds else {}
+    sums |= {"weight": weight, "weighted": y, "own_squares": squares} if epilogue.norm else {}
+    around = Around(squares=squares if epilogue.parts else None, **sums)
+    given = (x, weights, replace(plan, spec=replace(plan.spec, epilogue=epilogue)))
     (launch,) = mma.launches(*given, empty(1, dtype=torch.float32), empty(1), around)
-    words = "-".join([*(["scaled"] if ending.parts else []), ending.activation, "sum" * ending.adds, ending.norm, options])
+    activation = epilogue.activation.kind if epilogue.activation else ""
+    words = "-".join([*(["scaled"] if epilogue.parts else []), activation, "sum" * epilogue.adds, epilogue.norm, options])
     yield from recorded(f"block-{name}-M{m}-{'x'.join(map(str, features))}-{words}", launch, targets=(90,))
 
 
-def _operands(p: LinearProblem, options: str) -> tuple[torch.Tensor, Weights]:
+def _operands(p: GemmProblem, options: str) -> tuple[torch.Tensor, Weights]:
     """x and weights of a problem, without memory. options: "bias"."""
     dtype = torch.float16 if p.half == "fp16" else torch.bfloat16
     weights = weights_of(
-        [_empty_weight(fmt, (n, p.width)) for fmt, n in p.weights],
+        [empty_weight(fmt, (n, p.width)) for fmt, n in p.weights],
         [empty(n, dtype=dtype) if "bias" in options else None for n in p.features],
         [empty(p.rows, n, dtype=dtype) for n in p.features],
     )
     return empty(p.rows, p.width, dtype=dtype), weights
 
 
-def plan_configurations(p: LinearProblem, options: str, plan: LinearPlan, capability: Capability) -> Iterator[Configuration]:
+def plan_configurations(p: GemmProblem, options: str, plan: GemmPlan, capability: Capability) -> Iterator[Configuration]:
     """What a launch of weights of one format by this plan would compile. options: "bias"."""
     why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
-    if isinstance(plan.spec, LinearWgmmaSpec) and plan.spec.tile == 256:
+    if isinstance(plan.spec, WgmmaSpec) and plan.spec.tile == 256:
         why = "up to 16 bytes, outside the loop: 16 warps have 128 registers a thread"
     full = f"{p.weights[0][0]}-M{p.rows}-{'x'.join(map(str, p.features))}-{options}-{of_capability(capability)}"
     given = (*_operands(p, options), plan, empty(1, dtype=torch.float32), empty(1))
@@ -193,14 +199,14 @@ def plan_configurations(p: LinearProblem, options: str, plan: LinearPlan, capabi
 def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Configuration]:
     """The tiles that a plan gives a GEMM: those of Hopper, and those of older GPUs."""
     dtype = torch.float16 if "fp16" in options else torch.bfloat16
-    weights = [_empty_weight(WEIGHT_FORMATS[name], (n, k), "perm" in options) for name in formats.split()]
+    weights = [empty_weight(WEIGHT_FORMATS[name], (n, k), "perm" in options) for name in formats.split()]
     x = empty(m, 2 * k, dtype=dtype)[:, ::2] if "strided" in options else empty(m, k, dtype=dtype)
     biases = [empty(n, dtype=dtype) if "bias" in options else None for _ in weights]
     outs = [empty(m, n, dtype=dtype) for _ in weights]
-    problem = LinearProblem(tuple((w.format, n) for w in weights), m, k, "fp16" if "fp16" in options else "bf16")
-    seen: dict[LinearTiles, tuple[int, ...]] = {}
+    problem = GemmProblem(tuple((w.format, n) for w in weights), m, k, "fp16" if "fp16" in options else "bf16")
+    seen: dict[PortableTiles, tuple[int, ...]] = {}
     for capability in (8, 9, 10):
-        tiles = linear_tiles(problem, GPU("", 132, (capability, 0)), "invariant" in options)
+        tiles = portable_tiles(problem, GPU("", 132, (capability, 0)), "invariant" in options)
         seen[tiles] = (*seen.get(tiles, ()), 10 * capability)
     for tiles, targets in seen.items():
         name = "-".join([*formats.split(), f"M{m}", f"{tiles.block_n}x{tiles.block_m}x{tiles.block_k}", *options.split()])
@@ -208,6 +214,7 @@ def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Co
         yield from recorded(name, functools.partial(portable.launch, *given), targets=targets)
 
 
-def _empty_weight(fmt: Format, shape: tuple[int, int], act_order: bool = False) -> QuantTensor:
+def empty_weight(fmt: Format, shape: tuple[int, ...], act_order: bool = False) -> QuantTensor:
+    """A weight, or a stack, without memory."""
     parts = expected_parts(fmt, shape, act_order=act_order)
     return QuantTensor(fmt, shape, **{name: empty(*size, dtype=dtype) for name, (size, dtype) in parts.items()})

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from halfbyte.plans.linear_large import LinearLargeSpec
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.gemm_plan import GemmPlan
 
 
-def kernel_of(plan: LinearPlan) -> Any:
+def kernel_of(plan: GemmPlan) -> Any:
     """The module whose `launches` run a plan."""
-    from halfbyte.kernels.linear import mma, wgmma, wgmma_large
-
-    if isinstance(plan.spec, LinearLargeSpec):
-        return wgmma_large
-    return mma if isinstance(plan.spec, LinearSpec) else wgmma
+    return import_module(f"{__name__}.{plan.spec.kernel}")

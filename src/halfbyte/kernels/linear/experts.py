@@ -5,9 +5,9 @@
 then, with an activation, columns 2n and 2n + 1 are a gate and its up projection and become one number; then, with gates, the pairs
 of a token are added: out[t, n] = sum_i gate[t, i] y[(t, i), n], in the order of i.
 
-A program takes a *slot* (an expert that is hit, or a block of its pairs; plans/experts.py), a tile of its rows of the weight, and a
-share of K. It lists the pairs of the expert, so that a weight is read once for all of them, and multiplies as linear/portable.py
-does. In one launch every expert is one below the other: the weight is a matrix [E * N, K].
+A program takes a *slot* (an expert that is hit, or a block of its pairs; plans/gemm_portable.py), a tile of its rows of the weight,
+and a share of K. It lists the pairs of the expert, so that a weight is read once for all of them, and multiplies as
+linear/portable.py does. In one launch every expert is one below the other: the weight is a matrix [E * N, K].
 
 What a program does not finish alone goes to a workspace [splits, S, N] in fp32: splits of K, and with gates everything. The last
 program to arrive at a tile adds it up, in the order of the splits and of the experts of a token. No floating-point atomics. A pair
@@ -27,7 +27,7 @@ from halfbyte.kernels.linear.activated import activated
 from halfbyte.kernels.linear.portable import row_factor, sums
 from halfbyte.kernels.linear.portable_weight import Weight, weight
 from halfbyte.plans.compiled_for import CompiledFor
-from halfbyte.plans.experts import ExpertsTiles
+from halfbyte.plans.gemm_portable import PortableTiles
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 #: Ids that a program looks at together, and tokens whose sums it makes together.
@@ -40,7 +40,7 @@ class ExpertsSpec(CompiledFor):
 
     top_k       experts of a token
     shared      x has one row a token, and not one a pair
-    inline, by_expert   see `ExpertsTiles`
+    inline, by_expert   see `PortableTiles`
     split       K is split
     activation  of pairs of columns; None: none
     """
@@ -249,18 +249,10 @@ def _experts(
 # ------------------------------------------------------------------------------------------------------------------- host code
 
 
-def workspace(tiles: ExpertsTiles, features: int, pairs: int, gated: bool) -> tuple[int, int]:
-    """fp32 partial results and int32 semaphores of a launch."""
-    if tiles.splits == 1 and not gated:
-        return 0, 0
-    count = -(-features // tiles.block_n)
-    return tiles.splits * pairs * features, count if gated else count * tiles.slots
-
-
 def launch(
     call: ExpertsCall,
     out: torch.Tensor,
-    tiles: ExpertsTiles,
+    tiles: PortableTiles,
     table: tuple[torch.Tensor, torch.Tensor] | tuple[None, None],
     partials: torch.Tensor | None,
     semaphores: torch.Tensor | None,
@@ -268,8 +260,8 @@ def launch(
     """x [T, K] or [T * top_k, K], fp16 or bf16, any strides; stack [E, N, K]; ids, gates [T, top_k], bias [E, N] contiguous.
 
     out is contiguous and all written: [T, top_k, N], or N / 2 with an activation; with gates without top_k. Nothing is empty.
-    table: the pairs sorted by expert and where each expert's begin, int32, unless tiles.inline. `workspace` says how many
-    partials and semaphores; those are zero, and zero again afterwards.
+    table: the pairs sorted by expert and where each expert's begin, int32, unless tiles.inline. partials: `tiles.floats` fp32;
+    semaphores: `tiles.counters` int32, zero before and after.
     """
     x, stack, ids, gates, bias, activation = call[:6]
     (tokens, top_k), (experts, features, width) = ids.shape, stack.shape

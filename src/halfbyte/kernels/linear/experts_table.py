@@ -24,13 +24,13 @@ from halfbyte.kernels.common.shares import quotient
 @gluon.constexpr_function
 def _key_layout(C):
     """[pairs, keys that each is compared with]: a thread has pairs of its own; few pairs every warp sorts for itself."""
-    return gl.BlockedLayout([max(1, C.pairs // (32 * C.warps)), 32], [32, 1], [C.warps, 1], [1, 0])
+    return gl.BlockedLayout([max(1, C.table.size // (32 * C.warps)), 32], [32, 1], [C.warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _pair_layout(C):
     """Pairs, each of one thread; of few there are threads without."""
-    return gl.BlockedLayout([max(1, C.pairs // (32 * C.warps))], [32], [C.warps], [0])
+    return gl.BlockedLayout([max(1, C.table.size // (32 * C.warps))], [32], [C.warps], [0])
 
 
 @gluon.constexpr_function
@@ -91,7 +91,7 @@ def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     """Write the table; returns how many blocks there are, and how many pairs have an expert."""
     # All programs read the same lines at the same time, and each request waits for those before it: one warp loads an id, unless
     # every warp needs all.
-    p = gl.arange(0, gl.constexpr(32 if C.unsorted else max(C.pairs, 32 * C.warps)), layout=_pair_layout(C))
+    p = gl.arange(0, gl.constexpr(32 if C.unsorted else max(C.table.size, 32 * C.warps)), layout=_pair_layout(C))
     expert = gl.load(ids + p, mask=p < S, other=-1)
     good = (expert >= 0) & (expert < E)
     key = gl.where(good, expert, E).to(gl.int32) << 10 | p
@@ -99,7 +99,7 @@ def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
         pairs = _as_they_come(p, key, good, S, x_stride, C)
         blocks = pairs
     else:
-        _put(C.blocks_at, p, gl.where(p < S, key, 0x7FFFFFFF), p < C.pairs)
+        _put(C.blocks_at, p, gl.where(p < S, key, 0x7FFFFFFF), p < C.table.size)
         barrier()  # keys lie where blocks lie later
         _sort(S, x_stride, pool, C)
         blocks, pairs = _blocks(S, E, C)
@@ -122,7 +122,7 @@ def _as_they_come(p, key, good, S, x_stride, C: gl.constexpr):
 def _sort(S, x_stride, pool, C: gl.constexpr):
     """Put the pairs whose keys lie at the blocks into their places."""
     layout: gl.constexpr = _key_layout(C)
-    s = gl.arange(0, C.pairs, layout=gl.SliceLayout(1, layout))
+    s = gl.arange(0, C.table.size, layout=gl.SliceLayout(1, layout))
     key = entry(C.blocks_at, s)
     place = s * 0
     for i in range((S + 31) // 32):
@@ -135,7 +135,7 @@ def _sort(S, x_stride, pool, C: gl.constexpr):
 @gluon.jit
 def _put_pair(place, key, pair, S, x_stride, C: gl.constexpr):
     """A pair into the table, and where what it multiplies lies in X."""
-    row = pair // C.top_k if C.shared else pair
+    row = pair // C.table.top_k if C.table.shared else pair
     _put(C.order_at, place, key, pair < S)
     _put(C.rows_at, place, row * (2 * x_stride), pair < S)
 
@@ -143,7 +143,7 @@ def _put_pair(place, key, pair, S, x_stride, C: gl.constexpr):
 @gluon.jit
 def _blocks(S, E, C: gl.constexpr):
     """Cut the sorted pairs into blocks; returns how many there are, and how many pairs have an expert."""
-    p = gl.arange(0, C.pairs, layout=_pair_layout(C))
+    p = gl.arange(0, C.table.size, layout=_pair_layout(C))
     there = gl.where(p < S, p, 0)
     expert = entry(C.order_at, there) >> 10
     good = (p < S) & (expert < E)

@@ -22,14 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
 from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import codes_at, copy_codes, make_pool
-from halfbyte.kernels.linear.experts_mma import activated, results, stacked
-from halfbyte.kernels.linear.results import row_layout
-from halfbyte.kernels.linear.ring import Weights, load_scales
+from halfbyte.kernels.linear.results import activated, routed_results, row_layout
+from halfbyte.kernels.linear.ring import Weights, load_scales, stack_of
 from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma import arrived, copy_x, free_slot, multiply, tile_sums
 from halfbyte.kernels.linear.wgmma_operands import in_order, sums_layout
-from halfbyte.plans.experts_prompt import ExpertsWgmmaPlan, ExpertsWgmmaSpec
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_spec import WgmmaSpec
 from halfbyte.reference.experts import ExpertsCall
 
 #: Rows and columns of x that a program of `gather` takes.
@@ -98,17 +98,17 @@ def _write(v, expert, n0, first, end, weights, S: gl.constexpr, C: gl.constexpr)
     """The sums [tile, rows] of a tile to its pairs' rows of y."""
     out = weights.outs[0]
     half: gl.constexpr = out.dtype.element_ty
-    width = weights.features[0] // C.halves
-    v = results(v, expert, n0, weights, S, C).to(half)
-    if C.onward is not None:  # zeros behind the last column: it may be another one in their order
-        To: gl.constexpr = C.onward
+    width = weights.features[0] // C.epilogue.halves
+    v = routed_results(v, expert, n0, weights, S, C).to(half)
+    if C.epilogue.order is not None:  # zeros behind the last column: it may be another one in their order
+        To: gl.constexpr = C.epilogue.order
         T: gl.constexpr = To.weights[0]
         width = (width + To.chunk - 1) // To.chunk * To.chunk
-        v = gl.permute(gl.reshape(v, [64, C.halves, C.block_m]), [1, 2, 0])
+        v = gl.permute(gl.reshape(v, [64, C.epilogue.halves, C.block_m]), [1, 2, 0])
         v = gl.reshape(gl.permute(in_order(v, T, To), [2, 0, 1]), [C.tile, C.block_m])
     v = gl.convert_layout(v, row_layout(C))
     v = activated(v.to(gl.float32), C).to(half)
-    n = n0 // C.halves + gl.arange(0, C.tile // C.halves, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    n = n0 // C.epilogue.halves + gl.arange(0, C.tile // C.epilogue.halves, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = first + gl.arange(0, C.block_m, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     gl.store(out + (m.to(gl.int64) * width + n), v, mask=(m < end) & (n < width))
 
@@ -201,7 +201,7 @@ def gather(X, Order, Place, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.conste
 # ------------------------------------------------------------------------------------------------------------- host code
 
 
-def sorted_rows(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, spec: ExpertsWgmmaSpec) -> torch.Tensor:
+def sorted_rows(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, spec: WgmmaSpec) -> torch.Tensor:
     """x [rows, K], whose columns are neighbors, as `launch` takes it, in `order` [S]; place [S], int32: where each pair went."""
     rows, width = len(order), -(-x.shape[1] // spec.chunk) * spec.chunk
     y = x.new_empty(rows + spec.block_m, width)
@@ -210,12 +210,12 @@ def sorted_rows(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, spec:
     return y
 
 
-def launch(call: ExpertsCall, x: torch.Tensor, blocks: torch.Tensor, plan: ExpertsWgmmaPlan, out: torch.Tensor) -> None:
+def launch(call: ExpertsCall, x: torch.Tensor, blocks: torch.Tensor, plan: GemmPlan, out: torch.Tensor) -> None:
     """out [S, N], or N / 2 with an activation: x, from `sorted_rows`, times the weights of its experts; rows of none are left.
 
-    With `onward` out is itself as the next launch takes its x; columns from the last 64 on, if any, are zeros already.
+    With `order` out is itself as the next launch takes its x; columns from the last 64 on, if any, are zeros already.
 
     blocks: the table of the sort. The call's stack and bias are contiguous, codes, scales and zero points aligned to 16 bytes.
     """
     spec, width = plan.spec, call.weight.shape[2]
-    experts[(plan.programs,)](x, blocks, width, stacked(call, out), C=spec, num_warps=spec.warps, maxnreg=255)
+    experts[(plan.programs,)](x, blocks, width, stack_of(call.weight, call.bias, out), C=spec, num_warps=spec.warps, maxnreg=255)

@@ -28,7 +28,7 @@ import triton.language as tl
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.kernels.linear.portable_weight import Weight, numbers, operand, read_scale, read_zero, weight
 from halfbyte.plans.compiled_for import CompiledFor
-from halfbyte.plans.linear_portable import LinearTiles
+from halfbyte.plans.gemm_portable import PortableTiles
 from halfbyte.tensors import QuantTensor
 
 
@@ -202,7 +202,7 @@ def launch(
     weights: Sequence[QuantTensor],
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
-    tiles: LinearTiles,
+    tiles: PortableTiles,
     partials: torch.Tensor | None,
     semaphores: torch.Tensor | None,
 ) -> None:

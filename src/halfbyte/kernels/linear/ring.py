@@ -50,6 +50,19 @@ def weights_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | N
     )
 
 
+class Routed(NamedTuple):
+    """What decides which experts of a stack a token uses: ids, gates [T, top_k], contiguous; and how many experts there are."""
+
+    ids: torch.Tensor
+    gates: torch.Tensor | None
+    experts: int
+
+
+def stack_of(stack: QuantTensor, bias: torch.Tensor | None, rows: torch.Tensor) -> Weights:
+    """A stack [E, N, K] and its bias [E, N], whose results go to `rows`, as kernels take it."""
+    return weights_of([stack], [bias], [rows])._replace(features=(stack.shape[1],))
+
+
 @gluon.jit
 def place(tile, weights, C: gl.constexpr):
     """The weight that a tile belongs to: its tensors, its rows, and the number of the tile in it."""

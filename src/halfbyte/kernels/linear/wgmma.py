@@ -33,14 +33,15 @@ from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import program_at, quotient, share
 from halfbyte.kernels.linear.async_copy import codes_at, copy_codes, make_pool
-from halfbyte.kernels.linear.mma import sum_partials
 from halfbyte.kernels.linear.operands import dtype_of
+from halfbyte.kernels.linear.partials import sum_partials
 from halfbyte.kernels.linear.results import write_tile
 from halfbyte.kernels.linear.ring import Weights, load_scales, numbers, place, typed
 from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_operands import code_operands, in_order, sixteenths, sums_layout, taken
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_spec import MmaSpec, WgmmaSpec
 
 #: Columns of x that a program of `order` takes.
 ORDER_BLOCK = 1024
@@ -343,7 +344,7 @@ def order(X, Y, M, K, x_stride, C: gl.constexpr, BLOCK: gl.constexpr):
 
 
 def launches(
-    x: torch.Tensor, weights: Weights, plan: LinearPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
+    x: torch.Tensor, weights: Weights, plan: GemmPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
 ) -> list[Launch]:
     """As `mma.launches`, with one more launch ahead, which brings x into the operands' order."""
     spec = plan.spec
@@ -357,7 +358,7 @@ def launches(
     ]
 
 
-def _shape_in_order(x: torch.Tensor, spec: LinearSpec | LinearWgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+def _shape_in_order(x: torch.Tensor, spec: MmaSpec | WgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shape of x in the operands' order, and the programs that bring it there."""
     m, k = -(-x.shape[0] // spec.block_m) * spec.block_m, -(-x.shape[1] // spec.chunk) * spec.chunk
     return (m, k), (-(-k // ORDER_BLOCK), m)

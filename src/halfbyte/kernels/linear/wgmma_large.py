@@ -38,7 +38,7 @@ from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_large_operands import left_operand, load_scales
 from halfbyte.kernels.linear.wgmma_operands import sums_layout
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.gemm_plan import GemmPlan
 
 # ----------------------------------------------------------------------------------------------------- copies and mbarriers
 
@@ -376,7 +376,7 @@ def linear_large(
 
 
 def launches(
-    x: torch.Tensor, weights: Weights, plan: LinearPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
+    x: torch.Tensor, weights: Weights, plan: GemmPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
 ) -> list[Launch]:
     """As `mma.launches`. The kernel takes a TMA descriptor of x in place of its address."""
     spec = plan.spec

@@ -1,89 +1,79 @@
-"""GEMMs as plans see them, and what the tuned linear kernels are compiled for: the shape of a block, and the plan of a launch.
+"""What the tuned GEMMs are compiled for, dense or of experts: the shape of a block, its table of pairs, its epilogue.
 
-Specs are compile-time constants: kernels read their fields. plans/linear.py and plans/linear_wgmma.py choose them.
+Specs are compile-time constants: kernels read their fields. plans/gemm_mma.py, gemm_wgmma.py and gemm_large.py choose them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from halfbyte.formats import Format
 from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
 from halfbyte.reference.experts import Activation
 
 
-class LinearProblem(NamedTuple):
-    """x [rows, width] in `half` ("fp16" or "bf16") times weights of these formats and N. Fields are named as in tuning tables."""
-
-    weights: tuple[tuple[Format, int], ...]
-    rows: int
-    width: int
-    half: str
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        """N of each weight."""
-        return tuple(n for _, n in self.weights)
-
-    def tiles(self, rows: int) -> int:
-        """Tiles of so many rows of the weights, none of which is in two of them."""
-        return sum(-(-n // rows) for _, n in self.weights)
-
-
-class ExpertsProblem(NamedTuple):
-    """x of `tokens` tokens with `top_k` experts each, times a stack [E, N, K].
-
-    half        of x: "fp16" or "bf16"
-    shared      x has one row a token, and not one a pair
-    gated       gates add up the pairs of a token
-    ids_early   ids are complete before the kernel begins that x comes from
-    """
-
-    format: Format
-    stack: tuple[int, int, int]
-    tokens: int
-    top_k: int
-    half: str
-    shared: bool = True
-    gated: bool = False
-    activation: Activation | None = None
-    ids_early: bool = False
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a token and an expert."""
-        return self.tokens * self.top_k
-
-
 @dataclass(frozen=True)
-class Ending:
-    """What becomes of sums in a decoder block (kernels/linear/results.py), instead of y.
+class Epilogue:
+    """What becomes of sums besides scales and bias, on their way to y (kernels/linear/results.py).
 
     parts       sums of squares of each row that x was made from, which scale its results; 0: none
     eps         added to the mean of those squares
-    activation  rows of a tile are those of gate and up in turn, and results activation(gate) * up; "": neither
+    activation  of gate and up, whose rows alternate in a tile; None: none
     adds        results are added to a residual, times `multiplier`
     norm        the kind of the norm behind that sum; "": none
+    order       the block of the projection that takes the results as its x, in whose order they are written; None: none
     """
 
     parts: int = 0
     eps: float = 0.0
-    activation: str = ""
+    activation: Activation | None = None
     adds: bool = False
     multiplier: float = 1.0
     norm: str = ""
+    order: WgmmaSpec | None = None
 
     @property
     def padded_parts(self) -> int:
         """A power of two."""
         return 1 << max(0, self.parts - 1).bit_length()
 
+    @property
+    def halves(self) -> int:
+        """Rows of a tile that become one number."""
+        return 1 if self.activation is None else 2
+
+
+#: y as it is.
+PLAIN = Epilogue()
+
 
 @dataclass(frozen=True)
-class LinearSpec(CompiledFor):
-    """Everything the kernel for small M (kernels/linear/mma.py) is compiled for."""
+class PairTable:
+    """The table of pairs of a token and an expert that every program of the kernel for small M sorts for itself.
+
+    top_k, shared, ids_early    see `Routing`; with `ids_early` weights are requested ahead of the wait for the kernel before
+    size                        room for so many pairs: 32, 128 or 512
+    """
+
+    top_k: int
+    shared: bool
+    size: int
+    ids_early: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Three numbers for each pair, and two more."""
+        return multiple(4 * (3 * self.size + 2), 128)
+
+
+#: What a program reads in the time that splitting a tile takes.
+_SPLIT_BYTES = 48 << 10
+
+
+@dataclass(frozen=True)
+class MmaSpec(CompiledFor):
+    """Everything the kernel for small M (kernels/linear/mma.py) is compiled for; x_rows: of an expert's pairs, with a `table`."""
 
     weights: tuple[WeightSpec, ...]
     dtype: str  # of x and y: "bf16" or "fp16"
@@ -103,17 +93,19 @@ class LinearSpec(CompiledFor):
     separate_reduce_smem: bool  # the warps' sums have shared memory of their own; else they reuse a slot of the ring
     x_cached: bool  # x comes through the L1 cache: the blocks of an SM read the same
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
-    ending: Ending | None = field(default=None, kw_only=True)  # None: y
+    epilogue: Epilogue = field(default=PLAIN, kw_only=True)
+    table: PairTable | None = field(default=None, kw_only=True)  # of the pairs of a stack of experts; None: dense weights
     equal_parts: bool = field(default=False, kw_only=True)  # shared memory is seen as equal parts of the whole pool, or not at all
     whole_tiles: bool = field(default=False, kw_only=True)  # no tile reaches beyond the rows of its weight
     owner_reduces: bool = field(default=False, kw_only=True)  # of a split tile: the program that begins it; else the last to arrive
     launches: ClassVar[str] = "one launch"
+    kernel: ClassVar[str] = "mma"  # its module in kernels/linear/
     stream_k: ClassVar[bool] = True  # tiles that are left are cut into equal shares of all; else each into equal parts
 
     @property
     def sources(self) -> int:
         """Weights whose rows alternate in a tile."""
-        return 2 if self.ending is not None and self.ending.activation else 1
+        return 1 if self.table else self.epilogue.halves
 
     @property
     def x_low(self) -> int:
@@ -148,7 +140,7 @@ class LinearSpec(CompiledFor):
     def shared_bytes(self) -> int:
         """Shared memory of a block: the rings of codes (the codebook behind them), x, scales and zero points, and sums."""
         sums = 4 * self.k_slices * self.partial_floats if self.separate_reduce_smem else 0
-        return self.ring_bytes + sums + 4 * self.warps * self.sums  # the last: of squares, which an `ending` may need
+        return self.ring_bytes + sums + 4 * self.warps * self.sums  # the last: of squares, which an epilogue may need
 
     @property
     def x_bytes(self) -> int:
@@ -190,9 +182,32 @@ class LinearSpec(CompiledFor):
         return self.weights[0].groups > 0 and self.scale_slots < 2 * self.stages
 
     @property
-    def used_bytes(self) -> int:
-        """Codes, x, scales and zero points of all stages, and barriers."""
+    def order_at(self) -> int:
+        """Where the table of pairs lies: first the sorted pairs."""
         return self.barriers_at + (multiple(16 * self.scale_slots, 128) if self.weights[0].groups else 0)
+
+    @property
+    def rows_at(self) -> int:
+        return self.order_at + (4 * self.table.size if self.table else 0)
+
+    @property
+    def blocks_at(self) -> int:
+        return self.rows_at + (4 * self.table.size if self.table else 0)
+
+    @property
+    def unsorted(self) -> bool:
+        """Few pairs, each a block of its own."""
+        return self.x_rows == 1 and self.table is not None and self.table.size == 32
+
+    @property
+    def steps_of_a_split(self) -> int:
+        """Steps that take a program about as long as its part of a split tile: partial results, a fence and a semaphore."""
+        return max(1, _SPLIT_BYTES // self.weights[0].slot_bytes(self))
+
+    @property
+    def used_bytes(self) -> int:
+        """Codes, x, scales and zero points of all stages, barriers, and the table of pairs."""
+        return self.order_at + (self.table.nbytes if self.table else 0)
 
     @property
     def ring_bytes(self) -> int:
@@ -221,12 +236,12 @@ class LinearSpec(CompiledFor):
 
 
 @dataclass(frozen=True)
-class LinearWgmmaSpec(CompiledFor):
+class WgmmaSpec(CompiledFor):
     """Everything the kernel for larger M on Hopper (kernels/linear/wgmma.py) is compiled for."""
 
     weights: tuple[WeightSpec, ...]
     dtype: str  # of x and y: "bf16" or "fp16"
-    block_m: int  # batch rows in a block: 32 or 64
+    block_m: int  # batch rows in a block, or pairs of an expert: 32 or 64
     chunk: int  # K of a step
     stages: int
     scales_per_load: int  # of a row that one load takes, and zero points
@@ -234,12 +249,14 @@ class LinearWgmmaSpec(CompiledFor):
     tile: int = 128  # rows of the weight: 128 or 256
     whole: bool = False  # each program computes one tile
     whole_tiles: bool = False  # no tile reaches beyond the rows of its weight
+    epilogue: Epilogue = PLAIN
     k_slices: ClassVar[int] = 1  # groups of warps that take a chunk of K each: here all share one
     pad_slots: ClassVar[int] = 0  # unused slots of the ring: none is needed, as an SM has no room for a second block
     code_parts: ClassVar[int] = 1
     table_parts: ClassVar[int] = 2  # of half its size: whole, more shared memory would be rounded off than a stage takes
     sources: ClassVar[int] = 1
     launches: ClassVar[str] = "wgmma; two launches, the first permutes x"
+    kernel: ClassVar[str] = "wgmma"
     stream_k: ClassVar[bool] = True
 
     @property
@@ -327,70 +344,3 @@ class LinearWgmmaSpec(CompiledFor):
     def shared_bytes(self) -> int:
         """Shared memory of a block: the pool, and a tile of y."""
         return self.ring_bytes + 2 * self.tile * self.block_m
-
-
-@dataclass(frozen=True)
-class LinearPlan:
-    """A launch of a tuned kernel: what it is compiled for, and how many programs share the steps of its tiles.
-
-    split_tiles: tiles that several programs compute, which are the first ones. programs_per_sm: how many run at once on an SM.
-    """
-
-    spec: LinearSpec | LinearWgmmaSpec
-    programs: int
-    tiles: int
-    steps: int
-    split_tiles: int
-    programs_per_sm: int
-
-    @property
-    def why(self) -> str:
-        """How the work is divided, in words."""
-        spec, programs = self.spec, self.programs
-        size = f"{spec.tile} rows" if isinstance(spec, LinearSpec) else f"{spec.tile} x {spec.block_m}"
-        tiles = f"{self.tiles} tiles of {size}, {self.steps} steps of {spec.step} each"
-        return f"{tiles}; {programs} programs, {decomposition(programs, self.tiles, spec.stream_k)}"
-
-    @property
-    def owner_reduces(self) -> bool:
-        """Whether the program that begins a split tile adds up its parts."""
-        return isinstance(self.spec, LinearSpec) and self.spec.owner_reduces
-
-    @property
-    def floats(self) -> int:
-        """fp32 numbers of workspace: partial results, of a share up to two, unless programs compute whole tiles only."""
-        partials = self.programs * (2 if self.spec.stream_k else 1)
-        return partials * self.spec.partial_floats if self.split_tiles and not self.owner_reduces else 1
-
-    @property
-    def counters(self) -> int:
-        """Words that are zero before and after: a semaphore for each split tile, or the numbers that its owner waits for."""
-        spec = self.spec
-        return self.programs * spec.tile * spec.x_rows if isinstance(spec, LinearSpec) and spec.owner_reduces else self.split_tiles
-
-    def describe(self, m: int) -> dict[str, str]:
-        """The plan of x [m, K] in words, as `halfbyte explain` prints them."""
-        spec = self.spec
-        blocks = f", in {-(-m // spec.block_m)} blocks" * (m > spec.block_m)
-        partials = f"{4 * self.floats / 1e6:.2f} MB at most; the last program to arrive reduces, in fixed order"
-        if self.owner_reduces:
-            partials = f"{4 * self.counters / 1e6:.2f} MB; the program that begins a tile reduces, in fixed order"
-        ring = f"{spec.stages} stages of {spec.k_slices * spec.chunk} of K"
-        return {
-            "kernel": f"gluon (tuned); {spec.launches}",
-            "tile": f"{spec.tile} output channels by {spec.block_m} of M (M = {m}){blocks}; {spec.warps} warps",
-            "ring": f"{ring}, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}, {self.programs_per_sm} per multiprocessor",
-            "schedule": self.why,
-            "partial sums": partials if self.split_tiles else "none",
-        }
-
-
-def decomposition(programs: int, tiles: int, stream_k: bool = True) -> str:
-    """The name of a decomposition."""
-    left = tiles % programs
-    if not left or (not stream_k and programs < 2 * left):
-        return "data-parallel"
-    if stream_k and programs % tiles:
-        return "stream-K"
-    return f"{'data-parallel, then ' * (tiles > programs)}split-K, {programs // left} parts a tile"

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from halfbyte.device import GPU, sm_shared_memory, supports_wgmma
-from halfbyte.plans.linear import BLOCK_BYTES, one_weight_spec
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
+from halfbyte.plans.gemm_mma import BLOCK_BYTES, one_weight_spec
+from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_spec import WgmmaSpec
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
 
 #: What a step of a tile costs by its batch rows, in us as measured, and that several programs compute a tile: they exchange sums.
@@ -19,7 +21,7 @@ _MOST_TILES = 2**23
 
 
 @dataclass(frozen=True)
-class LinearLargeSpec(LinearWgmmaSpec):
+class LargeSpec(WgmmaSpec):
     """Everything the kernel for large M (kernels/linear/wgmma_large.py) is compiled for.
 
     Tiles have 128 rows of the weight, 64 for each of two warp groups, and 128 or 256 batch rows (`block_m`). `chunk` is copied and
@@ -34,6 +36,7 @@ class LinearLargeSpec(LinearWgmmaSpec):
     table_parts: ClassVar[int] = 8
     registers: ClassVar[int] = 168  # of a thread at the start; the warp that copies x keeps fewer, the others take what it leaves
     copy_registers: ClassVar[int] = 40
+    kernel: ClassVar[str] = "wgmma_large"
     launches: ClassVar[str] = "wgmma; one launch, of warps that copy x and warps that unpack and multiply"
     stream_k: ClassVar[bool] = False
 
@@ -72,7 +75,7 @@ class LinearLargeSpec(LinearWgmmaSpec):
         return 2.0**-6 if weight.kind == "unsigned" and self.dtype == "bf16" else 1.0
 
 
-def large_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
+def large_plan(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
     """How the kernel for large M computes a GEMM; in words, why it cannot."""
     if not supports_wgmma(gpu.capability):
         return f"compute capability {gpu.capability[0]}.{gpu.capability[1]}; wgmma needs 9.0"
@@ -83,24 +86,25 @@ def large_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
         return "scales in E8M0 exceed fp16, and for large M the kernel multiplies codes by them in 16 bits"
     if p.width % (8 * weight.codes_per_word):
         return f"{p.width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
-    if p.tiles(LinearLargeSpec.tile) * p.rows >= 128 * _MOST_TILES:
+    if p.tiles(LargeSpec.tile) * p.rows >= 128 * _MOST_TILES:
         return f"M = {p.rows}; the kernel numbers up to {_MOST_TILES} tiles"
     shapes = [_staged((weight,) * len(p.weights), block_m, p, use_pdl) for block_m in (256, 128)]
-    _, plan = min((_divided(shape, p, gpu.num_sms) for shape in shapes), key=lambda made: made[0])
+    _, plan = min((_divided(shape, p, gpu.num_sms) for shape in shapes), key=lambda candidate: candidate[0])
     return plan
 
 
-def _staged(weights: tuple[WeightSpec, ...], block_m: int, p: LinearProblem, use_pdl: bool) -> LinearLargeSpec:
+def _staged(weights: tuple[WeightSpec, ...], block_m: int, p: GemmProblem, use_pdl: bool) -> LargeSpec:
     """The shape of a block with as many slots of x as shared memory has room for, at most 8."""
-    shape = LinearLargeSpec(weights, p.half, block_m, 64, _CODE_STAGES, 1, use_pdl, x_stages=3)
+    shape = LargeSpec(weights, p.half, block_m, 64, _CODE_STAGES, 1, use_pdl, x_stages=3)
     shape = replace(shape, whole_tiles=all(n % shape.tile == 0 for n in p.features), aligned=p.width % shape.step == 0)
     fits = [s for n in range(3, 9) if (s := replace(shape, x_stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
     return fits[-1]
 
 
-def _divided(shape: LinearLargeSpec, p: LinearProblem, slots: int) -> tuple[float, LinearPlan]:
+def _divided(shape: LargeSpec, p: GemmProblem, slots: int) -> tuple[float, GemmPlan]:
     """The fastest division of the work among programs by what it costs, in us, and its plan."""
-    tiles, steps = p.tiles(shape.tile) * -(-p.rows // shape.block_m), -(-p.width // shape.step)
+    blocks, steps = -(-p.rows // shape.block_m), -(-p.width // shape.step)
+    tiles = p.tiles(shape.tile) * blocks
     most = min(slots, tiles * max(1, steps // _FEWEST_STEPS))
     few = -(-tiles // -(-tiles // slots))  # as many waves, and the fewest programs that do it
 
@@ -114,10 +118,10 @@ def _divided(shape: LinearLargeSpec, p: LinearProblem, slots: int) -> tuple[floa
     programs = min(costs, key=lambda n: (costs[n], n))
     parts = parts_of(tiles, programs)
     split = tiles % programs if parts > 1 else 0
-    return costs[programs], LinearPlan(replace(shape, whole=not split), programs, tiles, steps, split, 1)
+    return costs[programs], GemmPlan(replace(shape, whole=not split), programs, tiles, steps, blocks, split, 1)
 
 
-def _cost(shape: LinearLargeSpec, tiles: int, steps: int, programs: int) -> float:
+def _cost(shape: LargeSpec, tiles: int, steps: int, programs: int) -> float:
     parts = parts_of(tiles, programs)
     longest = tiles // programs * steps + (-(-steps // parts) if parts else 0)
     return longest * _STEP_COST[shape.block_m] + (_SPLIT_COST[shape.block_m] if parts > 1 else 0)
