@@ -205,13 +205,13 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     run("--json", *options)
     found = json.loads(capsys.readouterr().out)
     assert [r["implementation"] for r in found] == [way.name for way in WAYS]
-    assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int4_channel/int8"] * 3]
+    assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int8_channel/int8"] * 3]
     assert all(r["p10"] == r["seconds"] == r["p90"] > 0 and r["repeats"] == 1 and r["kernels"] for r in found)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert kept == [*({**r, "kernels": {}} for r in found), *found]  # each when it was timed, and again when all were
     run(*options, "--dtype", "fp16")
     said, kept = capsys.readouterr().out, [json.loads(line) for line in file.read_text().splitlines()[len(kept) :]]
-    assert [r["formats"] for r in kept] == ["fp32", *["nf4, int8_col lm_head, int4_channel/int8, fp16"] * 3] * 2
+    assert [r["formats"] for r in kept] == ["fp32", *["nf4, int8_col lm_head, int8_channel/int8, fp16"] * 3] * 2
     assert "A step of halfbyte, fused blocks" in said
     assert "others, and waiting" in said
     assert "25 x halfbyte::linear" in kept[-1]["kernels"]  # four of each of the 6 layers, and the output layer

@@ -21,6 +21,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 #: Bound once: attribute lookups dominate a cached call.
 _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_grad_enabled
 _transforms, _has_modes = torch._C._functorch.peek_interpreter_stack, torch._C._len_torch_dispatch_stack
+_profiler_runs = torch._C._autograd._profiler_enabled
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,10 +74,13 @@ def can_bypass_dispatcher(x: torch.Tensor, *others: torch.Tensor | None) -> bool
 
 
 def can_bypass_on_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """The same for an op whose level is torch code or a compiled loop, and a plain CPU tensor; nor in torch.func or autocast."""
+    """The same for an op whose level is torch code or a compiled loop, and a plain CPU tensor; nor in torch.func or autocast.
+
+    Nor where torch's profiler runs: it sees what passes the dispatcher.
+    """
     if _compiler.is_compiling() or type(x) is not _Tensor or not x.is_cpu or _forward._current_level >= 0:
         return False
-    if _transforms() is not None or _has_modes() or torch.is_autocast_enabled("cpu"):
+    if _transforms() is not None or _has_modes() or torch.is_autocast_enabled("cpu") or _profiler_runs():
         return False
     return not _is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in (x, *others))
 
