@@ -145,7 +145,7 @@ RAGGED = "T = 6 is B \\* max_query_len, so each sequence has 3 queries, and sequ
         ({"prefill": "exact", "k": torch.zeros(6, 2, 64), "v": torch.zeros(5, 2, 64)}, InvalidArgument, "v has shape"),
         ({"k": torch.zeros(6, 2, 64)}, InvalidArgument, "k and v were given with prefill='cache'"),
         ({"sinks": torch.zeros(2)}, InvalidArgument, r"sinks has shape \[2\]; expected \[4\]"),
-        ({"window": 0}, InvalidArgument, "window=0; expected at least 1"),
+        ({"window": 0}, InvalidArgument, "window=0; expected 1"),
         ({"impl": "gluon"}, Unsupported, "impl='gluon' of decode_attention runs on an NVIDIA GPU"),
         ({"q": torch.zeros(6, 4, 64, requires_grad=True)}, Unsupported, "decode_attention has no gradient"),
     ],
