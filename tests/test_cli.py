@@ -254,13 +254,13 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     found = records.read(output).records
     assert [records.Record.from_json(line) for line in lines] == found
-    assert [r.formats for r in found] == ["bf16", "nf4"]
+    assert [r.formats for r in found] == ["bf16", "fp16", "nf4"]
     assert page.read_text().startswith("<!doctype html>")
     assert run(*command) == 0
     shown = capsys.readouterr().out
     assert "Rooflines at" in shown
     assert "halfbyte cpu" in shown
-    assert len(records.read(output).records) == 4  # appended
+    assert len(records.read(output).records) == 6  # appended
 
 
 def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

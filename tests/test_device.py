@@ -156,9 +156,10 @@ def test_times_of_two_threads_are_not_compared(watched: dict[str, object], monke
 def test_ops_on_a_cpu_are_watched() -> None:
     """Real ops on a real machine, in a process without the variable, where anything at all is too much."""
     code = (
-        "import sys, torch, halfbyte; from halfbyte import device; torch.set_num_threads(2)\n"
+        "import sys; sys.modules['numba'] = None  # torch code, no compiled loops\n"
+        "import torch, halfbyte; from halfbyte import device; torch.set_num_threads(2)\n"
         "device.SPINNING.LEAST, device.SPINNING.MOST = 1, -1.0\n"
-        "w = halfbyte.quantize(torch.randn(64, 64), 'int4_col'); x = torch.randn(1, 64).double()\n"  # no compiled loop takes it
+        "w = halfbyte.quantize(torch.randn(64, 64), 'int4_col'); x = torch.randn(1, 64)\n"
         "cache = halfbyte.KVCache(1, 1, 64, 64, keys='int8', values='int8')\n"
         "k = torch.randn(1, 1, 4, 64); cache.append(k, k); q = torch.randn(1, 1, 1, 64)\n"
         "call = {'linear': lambda: halfbyte.linear(x, w), 'attention': lambda: halfbyte.decode_attention(q, cache)}[sys.argv[1]]\n"

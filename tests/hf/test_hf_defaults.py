@@ -37,7 +37,8 @@ def test_a_model_alone_gets_the_best_of_both(build, prompt, greedy):
     assert torch.equal(greedy(model, prompt())[1], greedy(named, prompt())[1])
 
 
-def test_what_nobody_named_is_told_in_a_line(build, capsys):
+def test_what_nobody_named_is_told_in_a_line(build, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.utils.logging.is_progress_bar_enabled", lambda: True)
     hf.quantize(build("llama"))
     line = f"no format was named; weights become {CPU_WEIGHTS}, for a CPU, and the cache has {KEYS} keys and {VALUES} values\n"
     assert line in capsys.readouterr().err

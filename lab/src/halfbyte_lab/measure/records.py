@@ -117,7 +117,7 @@ class Record:
         whole = {"bars": (), "by_layer": (), "by_position": (), **data, "environment": where}
         bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
         tuples = {"bars": bars, **{name: tuple(whole[name]) for name in ("by_layer", "by_position")}}
-        record = Record(**{**whole, **tuples})
+        record = Record(**{**whole, "shape": whole["shape"], **tuples})  # without a shape: a KeyError, which names it
         parts: tuple[Record | Environment | Verdict, ...] = (record, record.environment, *bars)
         for part in parts:
             _check_types(part)
