@@ -235,7 +235,7 @@ def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch)
     assert len(quality_per_bit.drawn(s.records)) == 2
     default, plans = quality_per_bit.says(s.records)
     assert default.startswith(
-        "KL of the default cache, int4_channel / int8, and of the best other choice of no more bits: no outliers "
+        f"KL of the default cache, {quality_per_bit.DEFAULT.kv}, and of the best other choice of no more bits: no outliers "
     )
     assert "(int8 / int4)" in default
     assert "of 2 cases" in plans

@@ -168,10 +168,11 @@ class Quantization:
     #: Whether no format was named.
     takes_defaults = False
 
-    def __init__(self, model: Any, options: Mapping[str, Any], *, loading: bool = False) -> None:
-        """loading: the model is empty, and its weights are about to be read."""
+    def __init__(self, model: Any, options: Mapping[str, Any], *, loading_to: str | None = None) -> None:
+        """loading_to: the model is empty, and its weights are about to be read to a device of this type."""
         _check_model(model)
-        self.model = inner_model(model)
+        self.model, loading = inner_model(model), loading_to is not None
+        self.device_type = loading_to or self.model.device.type
         self.decoder = Decoder(self.model)
         self.options = options = self._with_defaults(options)
         fmt, head = (None if options[name] is None else weight_format(options[name]) for name in ("weights", "lm_head"))
@@ -202,9 +203,7 @@ class Quantization:
     def defaults(self) -> str:
         """The formats that are taken where none is named, in words."""
         weights, keys, values = (self.options[name] for name in ("weights", "keys", "values"))
-        kept = (
-            "weights stay as they are" if weights is None else f"weights become {weights}, for a {self.model.device.type.upper()}"
-        )
+        kept = "weights stay as they are" if weights is None else f"weights become {weights}, for a {self.device_type.upper()}"
         return f"{kept}, and the cache has {keys} keys and {values} values"
 
     def quantize_weights(self) -> None:
@@ -251,7 +250,7 @@ class Quantization:
         has_formats = any(every[name] is not None for name in ("weights", "keys", "values", "plan", "lm_head"))
         if not (has_formats or every["rotate_values"] or fuses):
             every |= {"keys": KEYS, "values": VALUES}
-            weights = CPU_WEIGHTS if self.model.device.type == "cpu" else WEIGHTS
+            weights = CPU_WEIGHTS if self.device_type == "cpu" else WEIGHTS
             every |= {} if packed or _held_quantizer(self.model) else {"weights": weights, "clip": CLIP}
             self.takes_defaults = True
         for name in ("fuse_qkv", "fuse_gate_up"):

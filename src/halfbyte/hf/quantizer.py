@@ -49,8 +49,10 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
     `finish` does what is left.
     """
 
-    def __init__(self, model: Any, options: dict[str, Any]) -> None:
-        self.job = Quantization(model, options, loading=True)
+    def __init__(self, model: Any, options: dict[str, Any], device_map: Any) -> None:
+        places = set(map(str, device_map.values() if isinstance(device_map, dict) else [device_map]))
+        on_cpu = places <= {"None", "cpu"} or not torch.accelerator.is_available()
+        self.job = Quantization(model, options, loading_to="cpu" if on_cpu else "cuda")
         self.targets = self.job.blocks
         if (self.targets or self.job.head) and ranks_of(model) > 1:
             raise Unsupported(
@@ -145,9 +147,11 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_quantize_ops(self) -> QuantizeWhileLoading | None:
         return self.loading
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+    ) -> Any:
         if not self.pre_quantized:
-            self.loading = QuantizeWhileLoading(model, self.quantization_config.options)
+            self.loading = QuantizeWhileLoading(model, self.quantization_config.options, device_map)
             return model
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
         self._own_names = infos is not None and bool(self.quantization_config.modules)
