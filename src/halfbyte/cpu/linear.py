@@ -152,7 +152,8 @@ def _by_tiles(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
     codes, _, scales, scale_table, zeros = decode.arrays()
     group = width // scales.shape[-1]
     piece = next(size for size in (128, 96, 64, 32, 16) if group % size == 0)
-    x = rows.detach().contiguous().view(torch.int32)
+    x = rows.detach().contiguous()
+    x = (x if x.data_ptr() % 4 == 0 and x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)  # pairs of numbers
     y = torch.empty(1 << (count - 1).bit_length(), features)
     loop = loop_for(len(y), piece == 16)
     table = _bf16_table(weight.format.code) if decode.nibbles else None
