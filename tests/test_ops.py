@@ -213,8 +213,11 @@ def test_qkv_projection_is_three_products(impl: str) -> None:
     biases = (torch.randn(32), None, torch.randn(8))
     x = torch.randn(4, 128).bfloat16()
     got = qkv_projection(x, weights, biases, impl=impl)  # type: ignore[arg-type]
-    for y, weight, bias in zip(got, weights, biases, strict=True):
+    with torch.autocast("cpu"):  # through torch's dispatcher, which plain calls skip
+        dispatched = qkv_projection(x, weights, biases, impl=impl)  # type: ignore[arg-type]
+    for y, same, weight, bias in zip(got, dispatched, weights, biases, strict=True):
         assert torch.equal(y, linear(x, weight, bias, impl=impl))
+        assert torch.equal(y, same)
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
