@@ -27,7 +27,7 @@ def test_an_unknown_pair_of_formats() -> None:
 
 def test_formats_that_do_not_live_in_a_page() -> None:
     """The default of `hf.quantize` among them."""
-    assert "keys='int4_channel' cannot be stored in pages: the 16-bit tail" in refused(backend_name(KEYS, VALUES))
+    assert f"keys={KEYS!r} cannot be stored in pages: the 16-bit tail" in refused(backend_name(KEYS, VALUES))
     assert "values='int8_tensor' cannot be stored in pages: one scale for all pages" in refused(backend_name("int8", "int8_tensor"))
     assert "values='int4_channel' is for keys only" in refused(backend_name("int8", "int4_channel"))
 
