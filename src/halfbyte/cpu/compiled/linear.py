@@ -85,7 +85,7 @@ def _lookup_avx2(builder: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.
 class Rows:
     """Emits code that reads rows of codes: of a weight, or keys or values. Arrays as in `products`; one that is None has no code.
 
-    `scales` may be the bits of fp16 (uint16), and `zeros` such offsets, or fp32 ones, which are added after the scale.
+    `scales` may be the bits of fp16 (uint16).
     """
 
     def __init__(self, context: Any, builder: ir.IRBuilder, kinds: tuple[Any, ...], values: tuple[ir.Value, ...]) -> None:
@@ -93,7 +93,6 @@ class Rows:
         self.codes, self.table, self.scales, self.scale_table, self.zeros = (
             array_of(context, builder, kind, value) for kind, value in zip(kinds, values, strict=True)
         )
-        self.adds = self.zeros is not None and kinds[4].dtype != types.uint8
         self.bytes = cgutils.unpack_tuple(builder, self.codes.shape)[1]
         self.groups = cgutils.unpack_tuple(builder, self.scales.shape)[1]
         self.step = 2 * LANES if self.table is None else LANES  # bytes of two vectors
@@ -128,9 +127,6 @@ class Rows:
         values = self._units(builder.add(builder.mul(row, self.bytes), at))
         if self.zeros is None:
             return [builder.fmul(value, scale) for value in values]
-        if self.adds:
-            offsets = spread(builder, _floats(builder, self.zeros.data, offset, count), places)
-            return [builder.fadd(builder.fmul(value, scale), offsets) for value in values]
         stored = load(builder, self.zeros.data, offset, ir.VectorType(_BYTE, count))
         zero = spread(builder, builder.uitofp(stored, ir.VectorType(_FLOAT, count)), places)
         return [builder.fmul(builder.fsub(value, zero), scale) for value in values]
