@@ -135,7 +135,8 @@ def test_every_format_has_its_row() -> None:
 
 def test_the_noise_of_a_divergence_is_two_standard_errors_over_its_tokens() -> None:
     tally = _Tally(Setting())
-    tally._kl, tally._tokens = [torch.tensor([[1.0, 3.0], [1.0, 3.0]]).double()], 4
+    kl, other = torch.tensor([[1.0, 3.0], [1.0, 3.0]]).double(), torch.zeros(2, 2).double()
+    tally._tokens, tally._error = [torch.stack([kl, other, other, other])], [torch.zeros(1, 2)]
     found = tally.result()
     assert (found.kl_mean, found.kl_noise) == (2.0, 1.0)  # a standard deviation of 1 over 4 tokens
 

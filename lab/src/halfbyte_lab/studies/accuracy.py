@@ -42,8 +42,8 @@ CACHES, WEIGHTS, PLAIN, BIASED = "KV cache", "weights", "keys", f"keys, bias {BI
 TEXT, QUICK_TEXT, KEYS_TEXT, QUICK_KEYS_TEXT, CHUNK = (8, 256), (2, 128), (8, 512), (4, 256), 16
 #: Tokens that kernels are judged on where windows are long; the run that others are compared with.
 JUDGED, PLAIN_CACHE = 256, Setting()
-#: Log-probabilities of the base that are kept at once: 2 GiB.
-MOST_LOGITS = 2**29
+#: Share of a device's memory that logits of the base may take.
+LOGITS_SHARE = 1 / 20
 #: What a quick run leaves in.
 QUICK = (
     *("int8", "fp8", "int4", "int4_g32", "int4_channel / int4", "int8 / int4_g32", "int4 rotated"),
@@ -127,7 +127,8 @@ def quality_records(
     plain, *reasons = [broken_promise(model, layers, s) for s in (Setting(), *settings)]
     why = dict(zip(settings, [plain or mine for mine in reasons], strict=True))
     usable = [s for s in settings if not why[s]]
-    batch = max(1, min(count, MOST_LOGITS // (length * model.config.vocab_size)))
+    window = length * model.config.vocab_size * model.dtype.itemsize
+    batch = max(1, min(count, int(LOGITS_SHARE * session.device.memory_bytes) // window))
     results = evaluate(model, [base, *usable], cut, chunk=CHUNK, batch=batch) if usable else []
     for result in results:
         record = quality_record(session, op, case, (count, length), model, result, results[0])

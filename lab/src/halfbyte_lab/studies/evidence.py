@@ -11,6 +11,7 @@ where its KL in bf16, noise included, is at most twice the floor on every text.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from halfbyte.evals.long_context import Tasks, found
 from halfbyte.evals.model import load
 from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import Tokenizer, heldout_text, windows
+from halfbyte.paths import resolve_model
 from halfbyte.settings import CLIP
 from halfbyte_lab.evals import real_model
 from halfbyte_lab.measure import charts
@@ -38,47 +40,72 @@ TEXT, CPU_TEXT, QUICK_TEXT = (16, 4096), (4, 512), (1, 64)
 CONTEXT, CPU_CONTEXT, QUICK_CONTEXT = 7168, 1024, 256
 ARITHMETIC = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BASE, FLOOR = Setting.of_transformers("bf16"), Setting()
+
+
+def _rotated(keys: str, values: str, sinks: int = 0, recent: int = 0) -> Setting:
+    """A cache that rotates its keys, with these first and last tokens in 16 bits."""
+    return Setting(keys, values, rotate_keys=True, sink_tokens=sinks, recent_tokens=recent)
+
+
 #: Caches: the floor first, then those that are recommended or asked for, then the rest of the ladder.
 LADDER = (
     FLOOR,
-    Setting("int8", "int8"),
-    Setting("int8", "int4_g32", rotate_keys=True, sink_tokens=4, recent_tokens=16),
-    Setting("int4_channel", "int8"),
-    Setting("int8", "int4_g32", rotate_keys=True),
-    Setting("int8", "int8", rotate_keys=True),
-    Setting("int4_channel", "int4"),
-    Setting("int4", "int4", rotate_keys=True),
-    Setting("int4", "int4", rotate_keys=True, sink_tokens=4, recent_tokens=64),
     Setting("int8_channel", "int8"),
+    Setting("int8", "int8"),
+    _rotated("int8", "int4_g32", 4, 16),
+    Setting("int4_channel", "int8"),
+    Setting("int4_channel", "int4"),
+    _rotated("int4", "int4"),
+    _rotated("int4", "int4", 4, 64),
+    _rotated("int8", "int4_g32"),
+    _rotated("int8", "int8"),
     Setting("fp8", "fp8"),
-    Setting("int2_g32", "int2_g32", rotate_keys=True, sink_tokens=4, recent_tokens=64),
-    Setting("int4_g32", "int4_g32", rotate_keys=True),
-    Setting("int2_g32", "int2_g32", rotate_keys=True),
+    _rotated("int2_g32", "int2_g32", 4, 64),
+    _rotated("int4_g32", "int4_g32"),
+    _rotated("int2_g32", "int2_g32"),
     Setting("int4", "int4"),
+    _rotated("int8", "int4_g32", 0, 16),
+    _rotated("int8", "int4_g32", 4, 64),
+    Setting("int8_channel", "int4_g32"),
+    Setting("int4_channel", "int4_g32"),
+    _rotated("int4", "int4", 4, 0),
+    _rotated("int4_g32", "int4_g32", 4, 64),
+    _rotated("int2_g32", "int4_g32", 4, 0),
+    _rotated("int2", "int2"),
 )
+#: Weights: the defaults first. Groups of 128 do not divide the model's 576 columns.
 WEIGHTS = (
     Setting(weights="int8_col"),
     Setting(weights="nvfp4", clip=CLIP),
+    Setting(weights="int4_g32", clip=CLIP),
     Setting(weights="int4_g64"),
     Setting(weights="nf4"),
     Setting(weights="nvfp4"),
     Setting(weights="mxfp4"),
+    *(Setting(weights=name) for name in ("int4_g32", "int4_sym_g32", "int4_sym_g64", "fp4_bnb", "int4_col", "int4_sym_col")),
+    *(Setting(weights=name, clip=CLIP) for name in ("int4_g64", "nf4", "mxfp4", "int4_sym_g64", "int4_col", "int4_sym_col")),
 )
-RETRIEVED = LADDER[:4]
+#: Weights that are read on every text.
+MAIN_WEIGHTS = WEIGHTS[:6]
+RETRIEVED = LADDER[:12]
+#: In fp32, which no kernel of a GPU reads.
+EXACT = LADDER[:9]
 #: Settings that one job measures; each job reads the base again.
 GROUP = 5
 
 
 def jobs(session: Session) -> list[Job]:
-    """Caches text by text in bf16, then weights, retrieval, and caches on prose in fp32."""
-    size = _size(session)
-    groups = [LADDER[i : i + GROUP] for i in range(0, len(LADDER), GROUP)][: 1 if session.options.quick else None]
-    caches = {name: [TextJob(text, name, group, *size) for group in groups for text in real_model.TEXTS] for name in ARITHMETIC}
-    weights = [TextJob("prose", "bf16", WEIGHTS[i : i + 2], *size, op=OF_WEIGHTS) for i in range(0, len(WEIGHTS), 2)]
-    context = QUICK_CONTEXT if session.options.quick else CONTEXT if session.device.kind == "cuda" else CPU_CONTEXT
-    retrieval = [RetrievalJob(setting, context) for setting in RETRIEVED]
-    prose = [job for job in caches["fp32"] if job.text == "prose"]
-    return [*caches["bf16"], *weights[: 1 if session.options.quick else None], *retrieval, *prose]
+    """Caches text by text in bf16, weights, retrieval, then caches on prose in fp32. A quick run takes the first of each."""
+    size, quick = _size(session), session.options.quick
+    context = QUICK_CONTEXT if quick else CONTEXT if session.device.kind == "cuda" else CPU_CONTEXT
+    weights = {text: WEIGHTS if text == "prose" else MAIN_WEIGHTS for text in real_model.TEXTS}
+    parts = [
+        *(TextJob(text, "bf16", LADDER, *size) for text in real_model.TEXTS),
+        *(TextJob(text, "bf16", settings, *size, op=OF_WEIGHTS) for text, settings in weights.items()),
+        TextJob("prose", "fp32", EXACT, *size),
+    ]
+    groups = [part for job in parts for part in job.parts(session)[: 1 if quick else None]]
+    return [*groups[:-1], *(RetrievalJob(setting, context) for setting in RETRIEVED[: 2 if quick else None]), *groups[-1:]]
 
 
 def _size(session: Session) -> tuple[int, int]:
@@ -86,7 +113,12 @@ def _size(session: Session) -> tuple[int, int]:
 
 
 def _model(session: Session, arithmetic: str) -> tuple[Any, Tokenizer]:
-    model, tokenizer = load("demo" if session.options.quick else str(real_model.folder()), session.device.torch)
+    return _loaded(resolve_model("demo") if session.options.quick else str(real_model.folder()), session.device.torch, arithmetic)
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(folder: str, device: torch.device, arithmetic: str) -> tuple[Any, Tokenizer]:
+    model, tokenizer = load(folder, device)
     return model.to(ARITHMETIC[arithmetic]), tokenizer
 
 
@@ -112,21 +144,35 @@ class TextJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """One record for each setting that the output does not hold yet."""
-        done = {r.formats for r in session.earlier() if (r.op, r.case, r.shape) == (self.op, self.name, self.shape)}
-        selection = [s for s in self.settings if formats_of(s) not in done and session.wants(self.name, formats_of(s), "halfbyte")]
-        if not selection:
+        done = {r.formats for r in session.earlier() if (r.op, r.case, r.shape.get("T")) == (self.op, self.name, self.length)}
+        if not (selection := [s for s in self._selection(session) if formats_of(s) not in done]):
             return
         model, tokenizer = _model(session, self.arithmetic)
         cut = windows(_tokens(session, self.text, tokenizer), self.length, self.count, tokenizer.bos)
         with fixed_threads(session.threads):
-            for record in quality_records(session, self.op, self.name, model, cut, selection, BASE, late=True):
-                if record.formats != BASE.kv:
-                    yield record
+            try:
+                records = list(quality_records(session, self.op, self.name, model, cut, selection, BASE, late=True))
+            except Exception:
+                if len(selection) == 1:
+                    raise
+                records = [r for s in selection for r in self._alone(session, s)]
+        yield from (r for r in records if r.formats != BASE.kv)
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """The size of the text."""
-        return {"windows": self.count, "T": self.length}
+    def _alone(self, session: Session, setting: Setting) -> list[Record]:
+        """The record of one setting of a group that failed as a whole."""
+        job = replace(self, settings=(setting,))
+        try:
+            return list(job.measure(session))
+        except Exception as error:
+            return [session.failed(job, error)]
+
+    def _selection(self, session: Session) -> list[Setting]:
+        return [s for s in self.settings if session.wants(f"{self.op}: {self.name}", formats_of(s), "halfbyte")]
+
+    def parts(self, session: Session) -> list[TextJob]:
+        """Jobs of `GROUP` of the settings that the filter lets through, so that an interrupt loses no more."""
+        selection = tuple(self._selection(session))
+        return [replace(self, settings=selection[i : i + GROUP]) for i in range(0, len(selection), GROUP)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +192,7 @@ class RetrievalJob:
         """The record of the setting, unless the output holds it."""
         shape, formats = {"T": self.context}, formats_of(self.setting)
         done = any((r.op, r.formats, r.shape) == (self.op, formats, shape) for r in session.earlier())
-        if done or not session.wants(self.name, formats, "halfbyte"):
+        if done or not session.wants(f"{self.op}: {self.name}", formats, "halfbyte"):
             return
         model, tokenizer = _model(session, "bf16")
         tasks = Tasks(model, tokenizer, _tokens(session, "prose", tokenizer), self.context)
