@@ -4,8 +4,8 @@ Fails when a variant does not compile, spills registers without a written reason
 would differ from run to run), needs more shared memory than a block has, or compiles to other PTX than the manifest says
 (manifest.py). Everything is compiled with the Triton that is installed; with the one that was measured (3.6.0) all of sm_90; else a
 sample with each version that is supported, in a folder of its own under build/. There registers are allotted a little differently,
-and what spills is shown but fails nothing. What was recorded without problems, and is compiled from the same code, constants and
-compiler (inputs.py), is held to the same limits without being compiled again; `--all` compiles that too.
+and what spills is shown but fails nothing. What was recorded without problems, and is compiled from the same sources or the same
+intermediate code (inputs.py), is held to the same limits without being compiled again; `--all` compiles that too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -114,39 +114,48 @@ def problems(binary: Binary, configuration: Configuration, target: Target, tuned
         yield f"{binary.shared_bytes} bytes of shared memory; a block has {target.shared_limit}"
 
 
-def check(job: Job) -> Result:
-    """Compile one variant in a worker; a failure to compile is a result too."""
+def check(job: Job, old: manifest.Entry | None = None) -> Result:
+    """Compile one variant in a worker, unless its intermediate code is that of `old`; a failure to compile is a result too."""
     began = time.perf_counter()
-    binary, entry, found = None, None, tuple[str, ...]()
+    binary, entry, faults = None, None, tuple[str, ...]()
     try:
         configuration = configurations(job.module)[job.configuration]
+        sources, code = inputs.digest(configuration, job.target), inputs.code(configuration, job.target)
+        if old is not None and old.code == code:
+            return as_recorded(job, replace(old, inputs=sources))
         binary = build(configuration, job.target)
-        found = tuple(problems(binary, configuration, job.target, job.tuned))
-        entry = entry_of(job, binary, "" if found else inputs.digest(configuration, job.target))
+        faults = tuple(problems(binary, configuration, job.target, job.tuned))
+        entry = entry_of(job, binary, *(("", "") if faults else (sources, code)))
     except Exception as error:
-        found = (explained(error),)
-    return Result(job.module, job.configuration, job.target.name, time.perf_counter() - began, binary, found, entry)
+        faults = (explained(error),)
+    return Result(job.module, job.configuration, job.target.name, time.perf_counter() - began, binary, faults, entry)
 
 
-def unchanged(job: Job, recorded: dict[tuple[str, str, str], manifest.Entry]) -> Result | None:
-    """The result of a variant that is compiled from what was recorded, without compiling it: it is held to today's limits."""
-    import triton
-
-    configuration = configurations(job.module)[job.configuration]
-    old = recorded.get((triton.__version__, job.target.name, job.configuration))
-    if old is None or not old.inputs or old.inputs != inputs.digest(configuration, job.target):
+def unchanged(job: Job, old: manifest.Entry | None) -> Result | None:
+    """The result of a variant that is compiled from the sources of `old`."""
+    if old is None or not old.inputs or old.inputs != inputs.digest(configurations(job.module)[job.configuration], job.target):
         return None
-    binary = Binary(old.registers, old.spill, old.shared, (), (), b"", "")
-    found = tuple(problems(binary, configuration, job.target, job.tuned))
-    return Result(job.module, job.configuration, job.target.name, 0.0, binary, found, old)
+    return as_recorded(job, old)
 
 
-def entry_of(job: Job, binary: Binary, made_from: str) -> manifest.Entry:
+def as_recorded(job: Job, entry: manifest.Entry) -> Result:
+    """The result of a variant that need not be compiled: it is held to today's limits."""
+    binary = Binary(entry.registers, entry.spill, entry.shared, (), (), b"", "")
+    faults = tuple(problems(binary, configurations(job.module)[job.configuration], job.target, job.tuned))
+    return Result(job.module, job.configuration, job.target.name, 0.0, binary, faults, entry)
+
+
+def entry_of(job: Job, binary: Binary, sources: str, code: str) -> manifest.Entry:
     """What the manifest says of a variant."""
+    sizes = (manifest.instructions(binary.cubin), binary.registers, binary.shared_bytes, binary.spill_bytes)
+    return manifest.Entry(*key_of(job), manifest.digest(binary.ptx), *sizes, sources, code)
+
+
+def key_of(job: Job) -> tuple[str, str, str]:
+    """Where the manifest has a variant."""
     import triton
 
-    taken = (manifest.instructions(binary.cubin), binary.registers, binary.shared_bytes, binary.spill_bytes)
-    return manifest.Entry(triton.__version__, job.target.name, job.configuration, manifest.digest(binary.ptx), *taken, made_from)
+    return triton.__version__, job.target.name, job.configuration
 
 
 def explained(error: BaseException) -> str:
@@ -226,13 +235,13 @@ def update(results: list[Result], replaced: set[str], console: Console) -> None:
 def run(jobs: list[Job], processes: int, everything: bool, console: Console) -> list[Result]:
     """Results in the order of the jobs: what changed since it was recorded, or `everything`, is compiled in parallel processes."""
     recorded = {} if everything else manifest.read()
-    known = {job: found for job in jobs if (found := unchanged(job, recorded))}
+    known = {job: result for job in jobs if (result := unchanged(job, recorded.get(key_of(job))))}
     results = list(known.values())
-    console.print(f"{len(known)} unchanged since they were recorded, {len(jobs) - len(known)} to compile in {processes} processes")
+    console.print(f"{len(known)} unchanged since they were recorded, {len(jobs) - len(known)} to look at in {processes} processes")
     workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     with workers, Progress(console=console) as progress:
         task = progress.add_task("compiling", total=len(jobs) - len(known))
-        pending: list[Future[Result]] = [workers.submit(check, job) for job in jobs if job not in known]
+        pending: list[Future[Result]] = [workers.submit(check, job, recorded.get(key_of(job))) for job in jobs if job not in known]
         for done in as_completed(pending):
             results.append(done.result())
             progress.update(task, advance=1, description=results[-1].configuration)

@@ -3,7 +3,7 @@
 One JSON line a variant, architecture and version of Triton: a digest of its PTX and what its machine code takes. The digest
 leaves out what may change without any change of speed: names, numbers of registers and labels, and the order of parameters.
 `make compile-check` compares; `scripts/compile_check.py --update` records a deliberate change and reports its size. Where all was
-well, a line also holds a digest of what was compiled (inputs.py): until that changes, the variant need not be compiled again.
+well, a line also holds digests of what was compiled (inputs.py): until both change, the variant need not be compiled again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = (
 @dataclass(frozen=True)
 class Entry:
     """One variant on one architecture. `instructions`, `registers` and `spill` (bytes) of a thread, `shared` (bytes) of a block.
-    `inputs`: what it was compiled from, by inputs.py; "" where something was wrong with it."""
+    `inputs`, `code`: the sources and the intermediate code that it was compiled from, by inputs.py, or ""."""
 
     triton: str
     target: str
@@ -40,6 +40,7 @@ class Entry:
     shared: int
     spill: int
     inputs: str = ""
+    code: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:

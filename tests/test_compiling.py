@@ -49,6 +49,23 @@ def add(x, y, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def sum_of(x, y):  # type: ignore[no-untyped-def]
+    return x + y
+
+
+def _add_in_other_words() -> Any:
+    @triton.jit
+    def add(x, y, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + at, sum_of(tl.load(x + at, at < n), tl.load(y + at, at < n)), at < n)
+
+    return add
+
+
+add_moved = _add_in_other_words()
+
+
+@triton.jit
 def atomic(x, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
     tl.atomic_add(out + i % 8, tl.load(x + i, i < n))
@@ -269,10 +286,23 @@ def test_what_was_recorded_is_held_to_the_limits_of_today(monkeypatch: pytest.Mo
     c, job = configuration(), compile_check.Job("module", "toy", TARGETS[1], True)
     monkeypatch.setattr(compile_check, "configurations", lambda module: {"toy": c})
     entry = manifest.Entry(triton.__version__, "sm_90", "toy", "digest", 8, 30, 0, 16, inputs.digest(c, TARGETS[1]))
-    found = compile_check.unchanged(job, {entry.key: entry})
-    assert found.problems == ("16 bytes of registers spilled to memory",)
-    for stale in (replace(entry, inputs=""), replace(entry, inputs="of another day"), replace(entry, triton="3.0.0")):
-        assert compile_check.unchanged(job, {stale.key: stale}) is None
+    assert compile_check.unchanged(job, entry).problems == ("16 bytes of registers spilled to memory",)
+    for stale in (replace(entry, inputs=""), replace(entry, inputs="of another day"), None):
+        assert compile_check.unchanged(job, stale) is None
+
+
+def test_only_another_intermediate_code_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From other sources with the same code, as after a move, the recorded row stays, with the digest of the new sources."""
+    c, job = configuration(), compile_check.Job("module", "toy", TARGETS[1], True)
+    monkeypatch.setattr(compile_check, "configurations", lambda module: {"toy": c})
+    entry = compile_check.check(job).entry
+    old = replace(entry, inputs="of another day", registers=77)
+    assert compile_check.check(job, old).entry == replace(entry, registers=77)
+    assert compile_check.check(job, replace(old, code="other")).entry == entry
+    other = [configuration(constexprs={"BLOCK": 512}), configuration(options={"maxnreg": 64}), configuration(kernel=add_moved)]
+    assert [inputs.code(one, TARGETS[1]) == entry.code for one in other] == [False, False, True]
+    assert inputs.digest(other[2], TARGETS[1]) != entry.inputs
+    assert inputs.code(c, TARGETS[2]) != entry.code
 
 
 def test_only_a_variant_without_problems_is_recorded_with_what_it_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
