@@ -29,13 +29,14 @@ from typing import Annotated, Any
 import inputs
 import manifest
 import typer
+import variants
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from triton.runtime.jit import JITFunction
 
 import halfbyte.kernels
-from halfbyte.kernels.aot.compiling import TARGETS, Binary, Configuration, Target, build
+from halfbyte.kernels.compiling import TARGETS, Binary, Configuration, Target, build
 
 #: The versions of Triton that are supported, beside the installed one. The newest here is the newest with which all below passes.
 VERSIONS = ("3.6.0", "3.8.0", "3.9.0")
@@ -71,18 +72,19 @@ class Job:
 
 def kernel_modules() -> list[str]:
     """The modules that list variants of kernels."""
-    return [name for name, module in _modules().items() if hasattr(module, "configurations")]
+    return [name for name, module in _modules(variants).items() if hasattr(module, "configurations")]
 
 
-def _modules() -> dict[str, ModuleType]:
-    names = [found.name for found in pkgutil.walk_packages(halfbyte.kernels.__path__, "halfbyte.kernels.")]
+def _modules(package: ModuleType) -> dict[str, ModuleType]:
+    names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     return {name: importlib.import_module(name) for name in names}
 
 
 def unlisted() -> list[str]:
     """Kernels that no module lists variants of, which would never be checked."""
     listed = {c.kernel for name in kernel_modules() for c in configurations(name).values()}
-    return [f"{kernel.fn.__module__}.{kernel.__name__}" for kernel in kernels(_modules().values()) if kernel not in listed]
+    every = kernels(_modules(halfbyte.kernels).values())
+    return [f"{kernel.fn.__module__}.{kernel.__name__}" for kernel in every if kernel not in listed]
 
 
 def kernels(modules: Iterable[ModuleType]) -> list[JITFunction[Any]]:
@@ -328,7 +330,7 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 160)
     targets = [t for t in TARGETS if not target or t.capability in target]
     if not sample and (found := unlisted()):
-        raise SystemExit(f"{', '.join(found)}: in no configurations(); see halfbyte.kernels.aot.compiling.Configuration")
+        raise SystemExit(f"{', '.join(found)}: in no configurations(); see halfbyte.kernels.compiling.Configuration")
     jobs = jobs_of(targets, sample, only)
     console.print(f"Triton {triton.__version__}: {len(jobs)} to check")
     results = run(jobs, processes, everything, console)

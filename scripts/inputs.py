@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from halfbyte.kernels.aot.compiling import Configuration, Target, source
+from halfbyte.kernels.compiling import Configuration, Target, source
 
 
 def digest(configuration: Configuration, target: Target) -> str:

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 
 import halfbyte  # noqa: E402
 from halfbyte.formats import KV_FORMATS  # noqa: E402
-from halfbyte.kernels.aot.compiling import (  # noqa: E402
+from halfbyte.kernels.compiling import (  # noqa: E402
     TARGETS,
     Configuration,
     build,
@@ -30,7 +30,6 @@ from halfbyte.kernels.aot.compiling import (  # noqa: E402
     recorded,
     serialised,
 )
-from halfbyte.kernels.aot.decode_sample import sample  # noqa: E402
 from halfbyte.plans import compiled_for  # noqa: E402
 from halfbyte.plans.decode_attention import gluon_plan  # noqa: E402
 from halfbyte.plans.decode_problem import dense_problem, problem_of  # noqa: E402
@@ -40,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 compile_check: Any = importlib.import_module("compile_check")
 inputs: Any = importlib.import_module("inputs")
 manifest: Any = importlib.import_module("manifest")
+sample: Any = importlib.import_module("variants.decode_sample").sample
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def test_every_format_that_the_tuned_kernel_takes_is_compiled(fmt: str) -> None:
 
 
 def test_a_variant_is_compiled_again_when_anything_that_it_is_made_from_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    c = next(iter(compile_check.configurations("halfbyte.kernels.aot.decode").values()))
+    c = next(iter(compile_check.configurations("variants.decode").values()))
     spec = next(value for value in c.constexprs.values() if "halfbyte.plans.decode_spec" in str(type(value)))
     name = next(name for name, value in c.constexprs.items() if value is spec)
     others = [

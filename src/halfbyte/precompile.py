@@ -1,7 +1,7 @@
 """Kernels of plans compiled by many processes before they are launched: one after the other they would take minutes.
 
 Nothing is launched and no GPU is needed: a launch on tensors without memory says what would be compiled
-(`kernels/aot/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
+(`kernels/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.terminal import progress
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.aot.compiling import Configuration
+    from halfbyte.kernels.compiling import Configuration
+    from halfbyte.kv_buffer import DecodeCall
 
 Plan = GemmPlan | DecodePlan
 Pair = tuple[GemmProblem | DecodeProblem, Plan]
@@ -73,11 +74,11 @@ def _variant(problem: GemmProblem | DecodeProblem, plan: Plan) -> tuple[object, 
 
 def compile_plan(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> None:
     """Compile one plan's kernels, in this process."""
-    from halfbyte.kernels.aot.compiling import Target, build
+    from halfbyte.kernels.compiling import Target, build
 
     number = 10 * capability[0] + capability[1]
     target = Target(number)
-    for configuration in configurations(problem, plan, capability):
+    for configuration in configurations(problem, plan):
         build(configuration, target)
 
 
@@ -98,9 +99,9 @@ class Taken:
 def taken(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Taken]:
     """The kernels of a tuned plan, compiled; needs no GPU. Raises `MissingPackage` without Triton."""
     require("triton", "explain --compile")
-    from halfbyte.kernels.aot.compiling import Target, build
+    from halfbyte.kernels.compiling import Target, build
 
-    for configuration in configurations(problem, plan, capability):
+    for configuration in configurations(problem, plan):
         binary = build(configuration, Target(10 * capability[0] + capability[1]))
         threads = 32 * configuration.options.get("num_warps", 4)
         room = blocks_by_resource(capability, threads=threads, registers=binary.registers, shared_bytes=binary.shared_bytes)
@@ -126,31 +127,25 @@ def resources(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tupl
     return facts
 
 
-def configurations(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
+def configurations(problem: GemmProblem | DecodeProblem, plan: Plan) -> Iterator[Configuration]:
     """What a launch by this plan would compile."""
+    from halfbyte.kernels.compiling import attention_launch, gemm_launches, recorded
+
     if isinstance(problem, GemmProblem) and isinstance(plan, GemmPlan):
-        yield from _products(problem, plan, capability)
+        for launch in gemm_launches(problem, plan, isinstance(problem, BiasedProblem)):
+            yield from recorded("linear", launch)
     elif isinstance(problem, DecodeProblem) and isinstance(plan, DecodePlan):
-        yield from _attention(problem, plan)
+        yield from recorded("decode", attention_launch(_call_of(problem), plan))
 
 
-def _products(problem: GemmProblem, plan: GemmPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
-    from halfbyte.kernels.aot.linear import plan_configurations
-
-    yield from plan_configurations(problem, "bias" * isinstance(problem, BiasedProblem), plan, capability)
-
-
-def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:
-    import torch
-
-    from halfbyte.kernels.aot.compiling import empty, kv_buffer
-    from halfbyte.kernels.aot.decode import recorded_launch
+def _call_of(p: DecodeProblem) -> DecodeCall:
+    """A call of decode attention without memory."""
+    from halfbyte.kernels.compiling import empty, half_type, kv_buffer
     from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 
-    dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16
+    dtype = half_type(p.dtype)
     keys, values = (
         kv_buffer(kv_format(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
     )
     q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
-    call = DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5, rotate_keys=p.rotate_keys))
-    yield from recorded_launch("decode", call, plan)
+    return DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5, rotate_keys=p.rotate_keys))

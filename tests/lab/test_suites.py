@@ -141,7 +141,7 @@ def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.Monk
         found = list({precompile._variant(*pair): pair for pair in pairs}.values())
         if not asked:
             for problem, plan in found[:: len(found) // 8]:  # each is what a launch compiles
-                assert list(precompile.configurations(problem, plan, capability))
+                assert list(precompile.configurations(problem, plan))
         asked.append((len(found), capability, fewest))
         raise KeyboardInterrupt
 

@@ -15,7 +15,7 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from halfbyte.kernels.aot.compiling import Configuration, Target, _specialised, compiled
+from halfbyte.kernels.compiling import Configuration, Target, _specialised, compiled
 from machine.block import Block, Code, Launch, Order
 from machine.memory import Memory
 from machine.program import parse

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +15,13 @@ import torch
 import halfbyte
 from halfbyte import formats
 from halfbyte.formats import KV_FORMATS, Format
-from halfbyte.kernels.aot.decode_sample import sample
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+sample: Any = importlib.import_module("variants.decode_sample").sample
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = dict(re.findall(r"^## (Add a [\w ]+):.*?\n(.*?)(?=^## )", TEXT, re.DOTALL | re.MULTILINE))
-SOURCES = [path for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [path for folder in ("scripts", "src", "tests") for path in (ROOT / folder).rglob("*.py")]
 
 
 def steps(section: str) -> list[str]:

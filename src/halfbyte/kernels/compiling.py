@@ -1,7 +1,7 @@
 """Kernels compiled ahead of their first launch, on any machine: no GPU is needed.
 
-Each module of kernels has a function `configurations()`: every variant it ships, as data. `build` turns one into what a GPU would
-load, and says what that costs: registers, spills, shared memory, and whether it adds floating-point numbers atomically.
+A variant of a kernel is data, a `Configuration`. `build` turns one into what a GPU would load, and says what that costs: registers,
+spills, shared memory, and whether it adds floating-point numbers atomically.
 
 How: the JIT compiles a kernel from three things, the types of its arguments (`signature`), the values of its constexpr arguments,
 and what it knows of the run-time ones (`attrs`: which pointers and integers are divisible by 16). At a launch it derives them from
@@ -186,6 +186,13 @@ def empty(*shape: int, dtype: Any = None) -> Any:
     return torch.empty(shape, dtype=dtype or torch.int32, device="meta")
 
 
+def half_type(name: str) -> Any:
+    """The dtype of "fp16" or "bf16"."""
+    import torch
+
+    return torch.float16 if name == "fp16" else torch.bfloat16
+
+
 def kv_buffer(fmt: Any, shape: tuple[int, ...], batch: int, dtype: Any, window: tuple[int, int] = (0, 0)) -> Any:
     """A KV buffer [B or pages, H, T, D] without memory; `batch` and `dtype` are those of a tail. `window`: sink, recent tokens."""
     import torch
@@ -202,6 +209,48 @@ def kv_buffer(fmt: Any, shape: tuple[int, ...], batch: int, dtype: Any, window: 
         empty(1, dtype=torch.int64) if fmt.granularity == "tensor" else None,
         sink_tokens=window[0],
     )
+
+
+def empty_weight(fmt: Any, shape: tuple[int, ...], act_order: bool = False) -> Any:
+    """A weight, or a stack, without memory."""
+    from halfbyte.tensors import QuantTensor, expected_parts
+
+    parts = expected_parts(fmt, shape, act_order=act_order)
+    return QuantTensor(fmt, shape, **{name: empty(*size, dtype=dtype) for name, (size, dtype) in parts.items()})
+
+
+def operands(p: Any, has_bias: bool = False) -> tuple[Any, Any]:
+    """x and weights of a `GemmProblem`, without memory."""
+    from halfbyte.kernels.linear.ring import weights_of
+
+    dtype = half_type(p.half)
+    weights = weights_of(
+        [empty_weight(fmt, (n, p.width)) for fmt, n in p.weights],
+        [empty(n, dtype=dtype) if has_bias else None for n in p.features],
+        [empty(p.rows, n, dtype=dtype) for n in p.features],
+    )
+    return empty(p.rows, p.width, dtype=dtype), weights
+
+
+def gemm_launches(p: Any, plan: Any, has_bias: bool = False) -> list[Any]:
+    """The launches of a `GemmPlan` without routing."""
+    import torch
+
+    from halfbyte.kernels.linear import kernel_of
+
+    launches: list[Any] = kernel_of(plan).launches(*operands(p, has_bias), plan, empty(1, dtype=torch.float32), empty(1))
+    return launches
+
+
+def attention_launch(call: Any, plan: Any) -> Any:
+    """The launch of a `DecodePlan`."""
+    import torch
+
+    from halfbyte.kernels.decode.launch import launches
+
+    results = (empty(*call.q.shape[:3], call.values.dim, dtype=call.q.dtype), empty(*call.q.shape[:3], dtype=torch.float32))
+    (launch,) = launches(call, plan, results, (empty(plan.floats, dtype=torch.float32), empty(plan.counters)))
+    return launch
 
 
 def float_atomics(ptx: str) -> tuple[str, ...]:

@@ -9,18 +9,25 @@ from dataclasses import replace
 import torch
 
 from halfbyte.device import GPU, H200, Capability
-from halfbyte.formats import WEIGHT_FORMATS, Format
-from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, of_capability, recorded
-from halfbyte.kernels.linear import kernel_of, mma, portable
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.kernels.compiling import (
+    CAPABILITIES,
+    Configuration,
+    empty,
+    empty_weight,
+    gemm_launches,
+    of_capability,
+    operands,
+    recorded,
+)
+from halfbyte.kernels.linear import mma, portable
 from halfbyte.kernels.linear.results import Around
-from halfbyte.kernels.linear.ring import Weights, weights_of
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_portable import PortableTiles, portable_tiles
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.gemm_spec import Epilogue, WgmmaSpec
 from halfbyte.reference.experts import Activation
-from halfbyte.tensors import QuantTensor, expected_parts
 
 #: (format, M, N of each, K, options) for M up to 16: every kind of code and scale, every shape of tile, one weight and three.
 _SMALL_M = (
@@ -142,8 +149,14 @@ def _tuned(name: str, m: int, features: tuple[int, ...], k: int, options: str, c
     """What a GEMM by a tuned kernel would compile on a GPU of 132 SMs."""
     problem = _problem(name, m, features, k, options)
     plan = tuned_gemm(problem, GPU("", 132, capability), use_pdl=True)
-    if isinstance(plan, GemmPlan):
-        yield from plan_configurations(problem, options, plan, capability)
+    if not isinstance(plan, GemmPlan):
+        return
+    why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
+    if isinstance(plan.spec, WgmmaSpec) and plan.spec.tile == 256:
+        why = "up to 16 bytes, outside the loop: 16 warps have 128 registers a thread"
+    full = f"{name}-M{m}-{'x'.join(map(str, features))}-{options}-{of_capability(capability)}"
+    for launch in gemm_launches(problem, plan, "bias" in options):
+        yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
 
 
 def _problem(name: str, m: int, features: tuple[int, ...], k: int, options: str) -> GemmProblem:
@@ -159,7 +172,7 @@ def _with_epilogue(
     plan = tuned_gemm(planned, H200, use_pdl=True)
     if not isinstance(plan, GemmPlan):  # not with every Triton
         return
-    x, weights = _operands(problem, options)
+    x, weights = operands(problem, "bias" in options)
     y, dtype = weights.outs[0], x.dtype
     if epilogue.activation:
         weights = weights._replace(outs=(y,))
@@ -172,28 +185,6 @@ def _with_epilogue(
     activation = epilogue.activation.kind if epilogue.activation else ""
     words = "-".join([*(["scaled"] if epilogue.parts else []), activation, "sum" * epilogue.adds, epilogue.norm, options])
     yield from recorded(f"block-{name}-M{m}-{'x'.join(map(str, features))}-{words}", launch, targets=(90,))
-
-
-def _operands(p: GemmProblem, options: str) -> tuple[torch.Tensor, Weights]:
-    """x and weights of a problem, without memory. options: "bias"."""
-    dtype = torch.float16 if p.half == "fp16" else torch.bfloat16
-    weights = weights_of(
-        [empty_weight(fmt, (n, p.width)) for fmt, n in p.weights],
-        [empty(n, dtype=dtype) if "bias" in options else None for n in p.features],
-        [empty(p.rows, n, dtype=dtype) for n in p.features],
-    )
-    return empty(p.rows, p.width, dtype=dtype), weights
-
-
-def plan_configurations(p: GemmProblem, options: str, plan: GemmPlan, capability: Capability) -> Iterator[Configuration]:
-    """What a launch of weights of one format by this plan would compile. options: "bias"."""
-    why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
-    if isinstance(plan.spec, WgmmaSpec) and plan.spec.tile == 256:
-        why = "up to 16 bytes, outside the loop: 16 warps have 128 registers a thread"
-    full = f"{p.weights[0][0]}-M{p.rows}-{'x'.join(map(str, p.features))}-{options}-{of_capability(capability)}"
-    given = (*_operands(p, options), plan, empty(1, dtype=torch.float32), empty(1))
-    for launch in kernel_of(plan).launches(*given):
-        yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
 
 
 def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Configuration]:
@@ -212,9 +203,3 @@ def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Co
         name = "-".join([*formats.split(), f"M{m}", f"{tiles.block_n}x{tiles.block_m}x{tiles.block_k}", *options.split()])
         given = ([x] * len(weights), weights, biases, outs, tiles, empty(1, dtype=torch.float32), empty(1))
         yield from recorded(name, functools.partial(portable.launch, *given), targets=targets)
-
-
-def empty_weight(fmt: Format, shape: tuple[int, ...], act_order: bool = False) -> QuantTensor:
-    """A weight, or a stack, without memory."""
-    parts = expected_parts(fmt, shape, act_order=act_order)
-    return QuantTensor(fmt, shape, **{name: empty(*size, dtype=dtype) for name, (size, dtype) in parts.items()})

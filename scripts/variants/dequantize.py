@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS, Format
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.kernels.dequantize import launch
 from halfbyte.tensors import QuantTensor, expected_parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.formats import KV_FORMATS
-from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
+from halfbyte.kernels.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kernels.decode.unpack import launch
 from halfbyte.kv_buffer import PagedView
 

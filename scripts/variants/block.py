@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.block.all_reduce import Exchange
 from halfbyte.kernels.block.gate import launch as launch_gated
 from halfbyte.kernels.block.greedy import launch as launch_greedy
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
+from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
 from halfbyte.reference.greedy import Ends, Held
 

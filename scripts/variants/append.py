@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from halfbyte.formats import KV_FORMATS
-from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kernels.append import rotation
 from halfbyte.kernels.append.launch import launches, plan_of
+from halfbyte.kernels.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kv_buffer import AppendCall, HeadNorms, Rope
 
 #: Values that come with keys of another format. They come with keys of their own format where nothing is said.

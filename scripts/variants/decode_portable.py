@@ -7,12 +7,12 @@ import math
 import torch
 
 from halfbyte.formats import KV_FORMATS
-from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
-from halfbyte.kernels.aot.decode_sample import Sample, sample
+from halfbyte.kernels.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kernels.decode.portable import launch, workspace_floats
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.plans.decode_portable import portable_plan, triton_tiles
 from halfbyte.plans.decode_problem import problem_of
+from variants.decode_sample import Sample, sample
 
 
 def configurations() -> list[Configuration]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.kernels.decode.merge import launch
 
 

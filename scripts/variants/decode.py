@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
-from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, of_capability, recorded
-from halfbyte.kernels.aot.decode_sample import Sample, sample
-from halfbyte.kernels.decode.launch import launches
-from halfbyte.kv_buffer import DecodeCall
+from halfbyte.kernels.compiling import CAPABILITIES, Configuration, attention_launch, of_capability, recorded
 from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.decode_spec import DecodePlan, DecodeWgmmaSpec
+from variants.decode_sample import Sample, sample
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
@@ -49,14 +45,6 @@ def configurations() -> list[Configuration]:
     return [c for one in calls for c in _configurations(one)]
 
 
-def recorded_launch(name: str, call: DecodeCall, plan: DecodePlan) -> list[Configuration]:
-    """What a launch of `call` by `plan` would compile."""
-    out = empty(*call.q.shape[:3], call.values.dim, dtype=call.q.dtype)
-    results = out, empty(*call.q.shape[:3], dtype=torch.float32)
-    (launch,) = launches(call, plan, results, (empty(plan.floats, dtype=torch.float32), empty(plan.counters)))
-    return recorded(name, launch)
-
-
 def _configurations(one: Sample) -> Iterator[Configuration]:
     problem = problem_of(one.call)
     lean = problem.queries == 1 and not problem.alibi and not problem.softcap
@@ -73,5 +61,5 @@ def _configurations(one: Sample) -> Iterator[Configuration]:
             if spec.split and (spec.padded_rows > 8 or spec.tail_rows):
                 spilling = _SPLITS
             target = 10 * capability[0] + capability[1]
-            for found in recorded_launch(f"{one.name}-{of_capability(capability)}", one.call, plan):
+            for found in recorded(f"{one.name}-{of_capability(capability)}", attention_launch(one.call, plan)):
                 yield replace(found, targets=(target,), may_spill=spilling)

@@ -10,8 +10,7 @@ import torch
 
 from halfbyte.device import H200
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.aot.linear import empty_weight
+from halfbyte.kernels.compiling import Configuration, empty, empty_weight, recorded
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
 from halfbyte.kernels.linear import experts_prompt, experts_sort, experts_wgmma, mma

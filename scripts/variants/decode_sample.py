@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.formats import KV_FORMATS
-from halfbyte.kernels.aot.compiling import empty, kv_buffer
+from halfbyte.kernels.compiling import empty, kv_buffer
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
 #: (keys, values, D, query heads on a KV head, new tokens, page, options). Every head size and option is in it, the order of tokens
