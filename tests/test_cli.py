@@ -18,7 +18,7 @@ import halfbyte
 from halfbyte import cli, hf, memory, settings
 from halfbyte.cli import inspect, models
 from halfbyte.cli.shared import human_bytes
-from halfbyte.doctor import diagnose
+from halfbyte.doctor import Check, diagnose
 from halfbyte.errors import InvalidArgument, MissingPackage, require
 from halfbyte.evals.environment import Environment
 from halfbyte_lab import bench_model
@@ -158,6 +158,22 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"versions", "machine", "ops", "settings", "problems"} <= set(json.loads(capsys.readouterr().out))
     assert run("doctor") == 0
     assert "decode_attention" in capsys.readouterr().out
+
+
+def test_doctor_checks_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report to send: what is here, then each check. It fails where a kernel is wrong."""
+    right, wrong = Check("linear, nf4, M = 1", "gluon", 0.1), Check("append, int8 keys", "triton", 7.0)
+    monkeypatch.setattr("halfbyte.doctor.checks", lambda: iter([right]))
+    assert run("doctor", "--check") == 0
+    assert "linear, nf4, M = 1, gluon: right, 0.1 of the error that is allowed" in capsys.readouterr().out
+    monkeypatch.setattr("halfbyte.doctor.checks", lambda: iter([right, wrong]))
+    assert run("doctor", "--check") == 1
+    out = capsys.readouterr().out
+    assert "versions" in out
+    assert "append, int8 keys, triton: WRONG, 7 of the error that is allowed" in out
+    assert out.endswith("2 checks, 1 failed; please send this report to halfbyte's authors\n")
+    assert run("doctor", "--check", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["checks"][1]["error"] == 7.0
 
 
 @pytest.mark.parametrize("command", ["doctor", "explain", "formats"])

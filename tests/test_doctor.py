@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -74,3 +75,31 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.diagnose()
     assert found.machine["gpu 0"] == "NVIDIA H200, sm_90, 132 SMs, 141 GiB memory, 60 MiB L2, driver 580.1"
     assert "on cuda: " in found.ops["decode_attention"]
+
+
+def test_every_level_here_is_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right as they are. A level that is wrong, or raises, is named with the call; one that refuses a call is not at fault."""
+    results = list(doctor.checks())
+    assert {one.call.split(",")[0] for one in results} == {"decode_attention", "linear", "experts_linear"}  # append has one level
+    for names in (halfbyte.KV_FORMATS, halfbyte.WEIGHT_FORMATS):
+        assert all(any(name in one.call for one in results) for name in names)
+    assert {one.level for one in results} == {"cpu"}
+    assert not any(one.failed or one.error is None for one in results)
+
+    def wrong(x: Any, weight: Any, impl: str) -> Any:
+        if impl == "cpu" and len(x) == 16:
+            raise ZeroDivisionError("a bug")
+        if impl == "cpu" and len(x) == 64:
+            raise halfbyte.errors.Unsupported("too few rows")
+        return right(x, weight, impl=impl) * (1.2 if impl == "cpu" and len(x) == 1 else 1)
+
+    right = halfbyte.linear
+    monkeypatch.setattr("halfbyte.formats.WEIGHT_FORMATS", {"nf4": halfbyte.WEIGHT_FORMATS["nf4"]})
+    monkeypatch.setattr("halfbyte.formats.KV_FORMATS", {})
+    monkeypatch.setattr(halfbyte, "linear", wrong)
+    texts = [str(one) for one in doctor.checks() if one.call.startswith("linear")]
+    assert texts[0].startswith("linear, nf4, M = 1, cpu: WRONG, ")
+    assert texts[1] == "linear, nf4, M = 16, cpu: failed: ZeroDivisionError: a bug"
+    assert texts[2] == "linear, nf4, M = 64, cpu: does not run here: too few rows"
+    assert texts[3].startswith("linear, nf4, M = 300, cpu: right, ")
+    assert [one.failed for one in doctor.checks()][:4] == [True, True, False, False]

@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -203,6 +203,110 @@ def _small_cache() -> Any:
 
 
 RUNS: dict[str, Callable[[], str]] = {"append": _run_append, "decode_attention": _run_decode_attention, "linear": _run_linear}
+
+
+# ------------------------------------------------------------------------------- each kernel, over a small call of each format
+
+
+@dataclass(frozen=True)
+class Check:
+    """How a level of an op did on a small call: its error over what is allowed, or in words why there is none."""
+
+    call: str
+    level: str
+    error: float | None
+    why: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was wrong or raised, and did not refuse the call."""
+        return self.why.startswith(FAILED) if self.error is None else not self.error <= 1
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return f"{self.call}, {self.level}: {self.why}"
+        return f"{self.call}, {self.level}: {'WRONG' if self.failed else 'right'}, {self.error:.2g} of the error that is allowed"
+
+
+def checks() -> Iterator[Check]:
+    """Every level of the ops on the GPU, else on the CPU, but the reference with which they are compared. It compiles kernels."""
+    import torch
+
+    from halfbyte.device import gpu_count
+    from halfbyte.errors import Unsupported
+    from halfbyte.plans import LEVELS, plan
+    from halfbyte.settings import interpreted
+
+    device = torch.device("cuda" if gpu_count() else "cpu")
+    with torch.no_grad():
+        for op, name, run in _calls(device):
+            for level in LEVELS[op][:-1]:
+                with suppress(Unsupported):
+                    plan(op, level, device.type, interpreted())
+                    yield _checked(name, level, run)
+
+
+#: From an implementation to the results of a call.
+Run = Callable[[str], Sequence[Any]]
+
+
+def _checked(name: str, level: str, run: Run) -> Check:
+    from halfbyte.errors import Unsupported
+    from halfbyte.ops.self_check import excess
+
+    try:
+        error = max(excess(result, truth) for result, truth in zip(run(level), run("reference"), strict=True))
+    except Unsupported as refusal:
+        return Check(name, level, None, f"does not run here: {refusal}")
+    except Exception as failure:
+        return Check(name, level, None, f"{FAILED}{type(failure).__name__}: {failure}")
+    return Check(name, level, error)
+
+
+def _calls(device: Any) -> Iterator[tuple[str, str, Run]]:
+    """Small calls: the op, the call in words, and its results by an implementation."""
+    import torch
+
+    import halfbyte
+    from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+    from halfbyte.ops.append import append_
+    from halfbyte.reference.attention import read
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=torch.Generator(device).manual_seed(sum(shape)), device=device).bfloat16()
+
+    def appended(keys: str, values: str, impl: str) -> Any:
+        cache = halfbyte.KVCache(2, 2, 128, 320, keys=keys, values=values, device=device)
+        k, memory = normal(2, 2, 300, 128), (cache.keys, cache.values, cache.lengths)
+        append_(k, k.flip(0), *memory, rotate_keys=cache.rotate_keys, impl=impl)
+        return cache
+
+    def stored(keys: str, values: str, impl: str) -> Sequence[Any]:
+        cache = appended(keys, values, impl)
+        return [read(side, cache.lengths, None) for side in (cache.keys, cache.values)]
+
+    def attended(keys: str, values: str, queries: int, impl: str) -> Sequence[Any]:
+        cache = appended(keys, values, "reference")
+        return list(halfbyte.decode_attention(normal(2, 8, queries, 128), cache, impl=impl, return_lse=True))
+
+    sides = [name for name, fmt in KV_FORMATS.items() if not fmt.token_block]
+    for i, keys in enumerate(KV_FORMATS):
+        values = sides[i % len(sides)]
+        pair = f"{keys} keys, {values} values"
+        yield "append", f"append, {pair}", partial(stored, keys, values)
+        for queries in (1, 16):
+            words = f"decode_attention, {pair}, {4 * queries} query rows"
+            yield "decode_attention", words, partial(attended, keys, values, queries)
+    for name in WEIGHT_FORMATS:
+        weight = halfbyte.quantize(normal(384, 1024).float() / 32, name)
+        for rows in (1, 16, 64, 300):
+            x = normal(rows, 1024)
+            yield "linear", f"linear, {name}, M = {rows}", lambda impl, x=x, w=weight: [halfbyte.linear(x, w, impl=impl)]  # type: ignore[misc]
+        stack = halfbyte.quantize(normal(4, 256, 1024).float() / 32, name)
+        for tokens in (1, 40, 300):
+            x, ids = normal(tokens, 1024), torch.arange(2 * tokens, device=device).view(tokens, 2) % 4
+            words = f"experts_linear, {name}, {tokens} tokens"
+            yield "experts_linear", words, lambda impl, x=x, w=stack, ids=ids: [halfbyte.experts_linear(x, w, ids, impl=impl)]  # type: ignore[misc]
 
 
 def _notes(versions: dict[str, str]) -> list[str]:

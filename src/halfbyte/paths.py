@@ -73,10 +73,20 @@ def _model_folder(path: Path, what: str) -> Path:
 
 
 def own_plans(gpu: str) -> Path:
-    """Where measured plans of GPUs of this name are stored: below XDG_CACHE_HOME, which is ~/.cache unless set."""
+    """Where measured plans of GPUs of this name are stored."""
+    return _own_file("plans", gpu, ".json")
+
+
+def own_checks(gpu: str) -> Path:
+    """Where it is stored how kernels did when they checked themselves on GPUs of this name."""
+    return _own_file("checks", gpu, ".jsonl")
+
+
+def _own_file(kind: str, gpu: str, suffix: str) -> Path:
+    """A file about GPUs of this name: below XDG_CACHE_HOME, which is ~/.cache unless set."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
-    return folder / "halfbyte" / "plans" / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+    return folder / "halfbyte" / kind / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + suffix)
 
 
 def is_gguf(folder: str | os.PathLike[str], file: str) -> Unsupported:

@@ -65,6 +65,13 @@ def stored_plans() -> str:
     return value
 
 
+def self_checks() -> bool:
+    """HALFBYTE_CHECK: 0 lets tuned kernels run unchecked on a GPU that halfbyte was not tested on; default 1: the first use of each
+    is compared with the reference on a small case, and the portable kernel runs instead of one that differs.
+    """
+    return _choice("HALFBYTE_CHECK", ("0", "1"), "1") == "1"
+
+
 def interpreted() -> bool:
     """TRITON_INTERPRET, Triton's own flag: 1 runs Triton's kernels in its interpreter on a CPU; slow, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")

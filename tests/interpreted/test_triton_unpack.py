@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 
 from halfbyte import engine
 from halfbyte.engine import PAGE_FORMATS, unpack_pages
 from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.ops.small_calls import unpack_error
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 from varlen_cases import MIXED, Batch, batch_of
 
+op = importlib.import_module("halfbyte.ops.unpack_pages")  # the package has the function of this name
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -120,3 +125,15 @@ def test_what_is_refused() -> None:
     with pytest.raises(Unsupported, match="read them by decode_attention"):
         unpack_pages(batch.view._replace(page_table=None), index, rows, rows)
     assert engine.unpack_pages is unpack_pages
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_the_kernel_passes_the_small_case_that_it_checks_itself_on(new: bool) -> None:
+    view = batch_of(MIXED).view
+
+    def wrong(*args: Any) -> None:
+        op._launch(*args)
+        args[3].mul_(1.1)
+
+    assert unpack_error(view, torch.bfloat16, new, op._launch, op._reference) <= 0.5
+    assert unpack_error(view, torch.bfloat16, new, wrong, op._reference) > 1

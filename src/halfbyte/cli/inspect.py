@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,15 +32,30 @@ if TYPE_CHECKING:
     from halfbyte.memory import Estimate
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    check_kernels: Annotated[
+        bool, typer.Option("--check", help="Also compare every kernel with the reference, which compiles them: minutes on a GPU.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Versions, hardware, what runs here and why. Never crashes."""
-    from halfbyte.doctor import diagnose
+    from halfbyte.doctor import checks, diagnose
 
     diagnosis = diagnose()
-    if as_json:
-        print(json.dumps(diagnosis.to_dict(), indent=2))
-    else:
+    if not as_json:
         _print_diagnosis(diagnosis)
+    results = []
+    for one in checks() if check_kernels else ():
+        results.append(one)
+        if not as_json:
+            print_facts({"": one}, "  ", 0)
+    if as_json:
+        print(json.dumps(diagnosis.to_dict() | ({"checks": [asdict(one) for one in results]} if check_kernels else {}), indent=2))
+    failures = sum(one.failed for one in results)
+    if check_kernels and not as_json:
+        print(f"{len(results)} checks, {failures} failed" + "; please send this report to halfbyte's authors" * (failures > 0))
+    if failures:
+        raise typer.Exit(1)
 
 
 def _print_diagnosis(found: Diagnosis) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from functools import partial
 
 import torch
 
@@ -17,6 +18,8 @@ from halfbyte.ops import launch_cache
 from halfbyte.ops._decode_blocks import part_of_ragged, run_in_blocks, run_ragged
 from halfbyte.ops.declare import Op
 from halfbyte.ops.launch_cache import Layout, Signature, layout, replay
+from halfbyte.ops.self_check import refusal
+from halfbyte.ops.small_calls import attention_error
 from halfbyte.ops.workspace import floats
 from halfbyte.plans.decode_attention import Division, divided, for_many_sequences
 from halfbyte.plans.decode_portable import TritonTiles
@@ -55,12 +58,12 @@ def run(
         return out.zero_(), lse.fill_(-math.inf)
     with torch.cuda.device_of(q):
         call = _dense(call)
-        plan, queries = _division(problem_of(call), call.impl, call.max_query_len, _index(q), pair_launches())
+        plan, queries = _checked_division(call)
         if call.cu_seqlens_q is None and plan is not None:
             plan = for_many_sequences(plan) if block and isinstance(plan, DecodePlan) else plan
             launch(call, plan, out, lse, compiled, signature)
         elif call.cu_seqlens_q is None:
-            run_in_blocks(call, queries, (out, lse), functools.partial(_run_block, compiled=compiled))
+            run_in_blocks(call, queries, (out, lse), partial(_run_block, compiled=compiled))
         elif isinstance(plan, TritonTiles):
             _launch_ragged(call, plan, out, lse, compiled)
         elif call.deterministic_batch and call.max_query_len == 1 and q.shape[2] == len(call.lengths):
@@ -68,7 +71,7 @@ def run(
             out, lse = run(decodes, compiled=compiled, into=out[0].transpose(0, 1).unsqueeze(2))
             return out.squeeze(2).transpose(0, 1)[None], lse.squeeze(2).t()[None]
         else:
-            run_ragged(call, queries, (out, lse), functools.partial(_run_block, compiled=compiled))
+            run_ragged(call, queries, (out, lse), partial(_run_block, compiled=compiled))
     return out, lse
 
 
@@ -118,6 +121,17 @@ def _dense(call: DecodeCall) -> DecodeCall:
 def _division(problem: DecodeProblem, level: str, most: int, device: int, use_pdl: bool) -> Division:
     """How a call is run on GPU `device` (-1: the interpreter)."""
     return divided(problem, level, most, gpu(device), use_pdl)
+
+
+def _checked_division(call: DecodeCall) -> Division:
+    """The same for a call, by the portable kernel where the tuned one was found to be wrong on this GPU."""
+    facts = problem_of(call), call.impl, call.max_query_len, _index(call.q), pair_launches()
+    division, q = _division(*facts), call.q
+    plan = division.plan
+    if call.impl != "auto" or not isinstance(plan, DecodePlan):
+        return division
+    wrong = refusal("decode_attention", plan.spec, q.device, lambda: attention_error(call, plan, partial(launch, own=False)))
+    return _division(facts[0], "triton", *facts[2:]) if wrong else division
 
 
 def _index(q: torch.Tensor) -> int:

@@ -17,6 +17,8 @@ from halfbyte.errors import Unsupported
 from halfbyte.ops import launch_cache
 from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops.launch_cache import Signature
+from halfbyte.ops.self_check import refusal
+from halfbyte.ops.small_calls import linear_error
 from halfbyte.ops.workspace import at_hand, counters, floats
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_portable import GATHERED_ROWS, PortableTiles, portable_tiles
@@ -75,7 +77,10 @@ def plan_of(call: LinearCall, alternating: bool = False) -> GemmPlan | str:
     problem = _problem_of(call)
     if alternating and len({w.format for w in weights}) == 1:
         problem = problem._replace(weights=((weights[0].format, sum(problem.features)),))
-    return tuned_plan(problem, weights, x.device)
+    plan = tuned_plan(problem, weights, x.device)
+    if isinstance(plan, str) or level != "auto":
+        return plan
+    return refusal("linear", plan.spec, x.device, lambda: linear_error(call, problem, plan, _run_plan)) or plan
 
 
 def _problem_of(call: LinearCall) -> GemmProblem:

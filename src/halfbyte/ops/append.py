@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from halfbyte.ops import launch_cache
 from halfbyte.ops._library import level, pairs_launches, refuse_capture
 from halfbyte.ops.declare import Op
 from halfbyte.ops.launch_cache import Signature, replay
+from halfbyte.ops.self_check import refusal, untested
+from halfbyte.ops.small_calls import append_error
 from halfbyte.reference import append as reference
 from halfbyte.reference.block import KINDS, Norm, rms_norm
 from halfbyte.reference.rope import apply_rope
@@ -25,9 +28,13 @@ APPEND = Op("append_", AppendCall)
 
 
 def _run(c: AppendCall) -> None:
-    if c.impl == "triton":
+    if c.impl == "triton" and not _refused(c, advance=False):
         _launch(c, advance=False)
-        return
+    else:
+        _run_reference(c)
+
+
+def _run_reference(c: AppendCall) -> None:
     refuse_capture("append", c.k.device)
     if c.norms is not None and c.q is not None:
         norms = c.norms
@@ -88,7 +95,10 @@ def store(c: AppendCall, signature: Signature | None = None) -> torch.Tensor | N
     results: tuple[torch.Tensor, ...] | None = None if signature is None else replay(signature)
     if results is not None:
         return results[0] if results else None
-    c = c._replace(impl=level("append", c.impl, c.lengths.device))
+    best = level("append", c.impl, c.lengths.device)
+    if c.impl == "auto" and best == "triton" and not torch.compiler.is_compiling() and _refused(c, advance=not c.by_slot):
+        best = "reference"
+    c = c._replace(impl=best)
     if c.counts is not None:
         c = c._replace(counts=as_int32(c.counts))
     results = c.new_results()
@@ -107,6 +117,17 @@ def store(c: AppendCall, signature: Signature | None = None) -> torch.Tensor | N
     # Not in the op: Inductor may read the old lengths (for positions) after an op that changes them.
     c.lengths.add_(c.k.shape[2] if counts is None else counts)
     return rotated
+
+
+def _refused(c: AppendCall, advance: bool) -> bool:
+    """Whether the kernel was found to be wrong on this GPU."""
+    device = c.k.device
+    if not untested(device) or not c.k.numel() or not c.v.numel():
+        return False
+    from halfbyte.kernels.append.launch import plan_of
+
+    spec = plan_of(c, advance, pairs_launches(device)).spec
+    return bool(refusal("append", spec, device, lambda: append_error(c, partial(_launch, advance=advance), _run_reference)))
 
 
 def _launch(c: AppendCall, advance: bool, signature: Signature | None = None) -> bool:

@@ -25,6 +25,8 @@ from halfbyte.ops import _linear_on_gpu as gemm
 from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops._library import level, refuse_capture
 from halfbyte.ops.declare import Op
+from halfbyte.ops.self_check import refusal
+from halfbyte.ops.small_calls import experts_error
 from halfbyte.plans.gemm_mma import MOST_TOKENS
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_portable import tokens_at_once
@@ -220,7 +222,12 @@ def _in_stored_order(x: torch.Tensor, perm: torch.Tensor, experts: torch.Tensor)
 
 def _plan_of(call: ExpertsCall, ids_early: bool = False) -> GemmPlan | str:
     """How a tuned kernel runs a call, or why none does."""
-    return gemm.tuned_plan(_problem_of(call, ids_early), [call.weight], call.x.device)
+    problem = _problem_of(call, ids_early)
+    plan = gemm.tuned_plan(problem, [call.weight], call.x.device)
+    if isinstance(plan, str) or call.impl != "auto":
+        return plan
+    run = _run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run_wgmma
+    return refusal("experts_linear", plan.spec, call.x.device, lambda: experts_error(call, problem, plan, run)) or plan
 
 
 def _grouped_plans(up: ExpertsCall, down: ExpertsCall) -> tuple[GemmPlan, GemmPlan] | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import Unsupported, check
 from halfbyte.kv_buffer import Cache, KVBuffer
-from halfbyte.ops._library import level
+from halfbyte.ops._library import level, refuse_capture
+from halfbyte.ops.self_check import refusal, untested
+from halfbyte.ops.small_calls import unpack_error
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 
@@ -40,16 +45,29 @@ def unpack_pages(
     _check(cache, cu_seqlens_k, keys, values, new)
     if not keys.numel() or not len(cache.lengths):
         return
-    if level("unpack_pages", impl, keys.device) == "triton":
-        from halfbyte.kernels.decode.unpack import launch
+    with torch.cuda.device_of(keys):
+        runs = level("unpack_pages", impl, keys.device) == "triton" and not (impl == "auto" and _refused(cache, keys, new))
+        (_launch if runs else _reference)(cache, cu_seqlens_k, keys, values, new)
 
-        with torch.cuda.device_of(keys):
-            launch(cache, cu_seqlens_k, keys, values, new)
-        return
-    _reference(cache, cu_seqlens_k, keys, values, new)
+
+def _refused(cache: Cache, keys: torch.Tensor, new: NewTokens | None) -> bool:
+    """Whether the kernel was found to be wrong on this GPU."""
+    if not untested(keys.device):
+        return False
+    dims, sides = (cache.keys.dim, cache.values.dim), (cache.keys.format.name, cache.values.format.name)
+    spec = sides, dims, cache.keys.codes.shape[2], keys.dtype, new is None, cache.rotate_keys
+    error = partial(unpack_error, cache, keys.dtype, new is not None, _launch, _reference)
+    return bool(refusal("unpack_pages", spec, keys.device, error))
+
+
+def _launch(*args: Any) -> None:
+    from halfbyte.kernels.decode.unpack import launch
+
+    launch(*args)
 
 
 def _reference(cache: Cache, cu_seqlens_k: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, new: NewTokens | None) -> None:
+    refuse_capture("unpack_pages", keys.device)
     lengths, table = cache.lengths, cache.page_table
     tokens = [reference.read(side, lengths, table).float() for side in (cache.keys, cache.values)]
     tokens[0] = rotate(tokens[0]) if cache.rotate_keys else tokens[0]  # its own inverse
