@@ -10,9 +10,8 @@ import torch
 import transformers as tf
 from tiny_models import base
 
-from halfbyte.checkpoints.projections import Projections
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte_lab.extract import extract, load_layer
+from halfbyte_lab.extract import Projections, extract, load_layer
 
 
 def attention(model: Any, layer: int) -> Any:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.checkpoints.projections import Metadata, Projections
 from halfbyte.device import Device
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.evals.environment import Environment
@@ -21,6 +20,7 @@ from halfbyte_lab.cases import linear_baselines, linear_cases, linear_targets, l
 from halfbyte_lab.cases.decompositions import DATA_PARALLEL, EVERY, KERNELS, Decomposition, Form, resident
 from halfbyte_lab.cases.linear_targets import INT4, LinearCase
 from halfbyte_lab.cases.targets import judge
+from halfbyte_lab.extract import Metadata, Projections
 from halfbyte_lab.measure import charts, records, session
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.cupti import Kernel

@@ -20,7 +20,6 @@ from tiny_models import base
 
 import halfbyte.hf as hf
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
-from halfbyte.checkpoints.projections import Metadata, Projections
 from halfbyte.evals.assignment import Sensitivity
 from halfbyte.evals.calibrate import Measurements
 from halfbyte.evals.card import Card
@@ -28,6 +27,7 @@ from halfbyte.formats import weight_format
 from halfbyte.paths import new_folder
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.tuning_cache import Table, TunedEntry
+from halfbyte_lab.extract import Metadata, Projections
 from halfbyte_lab.measure import records
 from halfbyte_lab.report import Report
 from halfbyte_lab.tune.search import Store

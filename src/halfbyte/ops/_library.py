@@ -66,6 +66,15 @@ def level(op: str, impl: str, device: torch.device) -> str:
     return best.level
 
 
+def kernel_level(op: str, impl: str, x: torch.Tensor, name: str = "x") -> str:
+    """The level that runs, "auto" if its tuned kernel may; on a GPU torch code for `x` of 32 and 64 bits, which has no kernel."""
+    if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
+        warn_once(f"{op} has kernels for float16 and bfloat16; blocked torch code runs for {name} in {x.dtype}")
+        impl = "cpu"
+    best = level(op, impl, x.device)
+    return "auto" if impl == "auto" and best == "gluon" else best
+
+
 def can_bypass_dispatcher(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether an op may skip the dispatcher: x is a plain GPU tensor, outside of compilation, autograd and forward-mode AD."""
     if _compiler.is_compiling() or type(x) is not _Tensor or not x.is_cuda or _forward._current_level >= 0:

@@ -9,11 +9,11 @@ import torch
 
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
-from halfbyte.errors import InvalidArgument, check, warn_once
+from halfbyte.errors import InvalidArgument, check
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._decode_on_gpu import DECODE
-from halfbyte.ops._library import can_bypass_dispatcher, level, refuse_capture
+from halfbyte.ops._library import can_bypass_dispatcher, kernel_level, refuse_capture
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
@@ -159,12 +159,8 @@ def decode_of_parts(q: torch.Tensor, parts: Mapping[str, Any], options: Mapping[
 
 
 def level_of(impl: str, q: torch.Tensor) -> str:
-    """The level that runs; on a GPU, torch code for queries of 32 and 64 bits, which have no kernel."""
-    if q.device.type != "cpu" and impl == "auto" and q.element_size() > 2:
-        warn_once(f"decode_attention has kernels for float16 and bfloat16; blocked torch code runs for {q.dtype} queries")
-        impl = "cpu"
-    best = level("decode_attention", impl, q.device)
-    return "auto" if impl == "auto" and best == "gluon" else best
+    """The level that runs."""
+    return kernel_level("decode_attention", impl, q, "q")
 
 
 def options_of(

@@ -18,12 +18,12 @@ import torch
 from halfbyte.arguments import check_tensor
 from halfbyte.cpu import experts as cpu
 from halfbyte.device import gpu
-from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
+from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import weight_format
 from halfbyte.ops import _experts_prompt, launch_cache
 from halfbyte.ops import _linear_on_gpu as gemm
 from halfbyte.ops._experts_prompt import sorted_pairs
-from halfbyte.ops._library import level, refuse_capture
+from halfbyte.ops._library import kernel_level, refuse_capture
 from halfbyte.ops.declare import Op
 from halfbyte.ops.self_check import refusal
 from halfbyte.ops.small_calls import experts_error
@@ -70,7 +70,7 @@ def experts_linear(
     """
     call = ExpertsCall(x, weight, ids, gates, bias, _activation(activation), impl)
     check_call(call)
-    y: torch.Tensor = EXPERTS(call._replace(impl=level_of(impl, x)))
+    y: torch.Tensor = EXPERTS(call._replace(impl=kernel_level("experts_linear", impl, x)))
     return y
 
 
@@ -86,7 +86,9 @@ def experts_of_parts(
     """`experts_linear` as compiled code calls it, see `linear_of_parts`."""
     names = {} if activation is None else {f"activation_{name}": value for name, value in activation._asdict().items()}
     tensors = {"x": x, "weight": parts, "ids": ids, "gates": gates, "bias": bias}
-    y: torch.Tensor = EXPERTS.of_parts({**tensors, "weight_format": fmt, **names, "impl": level_of("auto", x)})
+    y: torch.Tensor = EXPERTS.of_parts(
+        {**tensors, "weight_format": fmt, **names, "impl": kernel_level("experts_linear", "auto", x)}
+    )
     return y
 
 
@@ -120,15 +122,6 @@ def check_call(call: ExpertsCall) -> None:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= experts:
             raise InvalidArgument(f"ids holds {low if low < 0 else high}; the weight has experts 0 to {experts - 1}")
-
-
-def level_of(impl: str, x: torch.Tensor) -> str:
-    """The level that runs; on a GPU, torch code for an x of 32 and 64 bits, which has no kernel."""
-    if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
-        warn_once(f"experts_linear has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
-        impl = "cpu"
-    best = level("experts_linear", impl, x.device)
-    return "auto" if impl == "auto" and best == "gluon" else best
 
 
 def _run(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:

@@ -13,6 +13,7 @@ from halfbyte.arguments import check_tensor
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
 from halfbyte.ops import experts_linear as one
+from halfbyte.ops._library import kernel_level
 from halfbyte.ops.declare import Op
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, weight_of
@@ -41,7 +42,7 @@ def experts_mlp(
 
     Raises `InvalidArgument` naming the argument at fault.
     """
-    y: torch.Tensor = EXPERTS_MLP(MlpCall(x, up, down, ids, gates, activation, one.level_of("auto", x)))
+    y: torch.Tensor = EXPERTS_MLP(MlpCall(x, up, down, ids, gates, activation, kernel_level("experts_linear", "auto", x)))
     return y
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from halfbyte.cpu import linear as cpu
-from halfbyte.errors import InvalidArgument, check, warn_once
+from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level
 from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import linear as reference
@@ -114,7 +114,7 @@ def _multiply(call: LinearCall, op: str, names: Sequence[str]) -> Sequence[torch
         if results is not None:
             return results
     call.check(names)
-    call = call._replace(impl=_level(op, call.impl, call.x))
+    call = call._replace(impl=kernel_level(op, call.impl, call.x))
     if call.impl not in _LEVELS and can_bypass_dispatcher(call.x, *call.biases):
         return gpu.run(call, signature)
     if call.impl in _LEVELS and can_bypass_on_cpu(call.x, *call.biases):
@@ -137,17 +137,8 @@ def projections_of_parts(
 ) -> list[torch.Tensor]:
     """`projections` as compiled code calls it, see `linear_of_parts`."""
     weights = {"weights": [t for own in parts for t in own], "weights_counts": [len(own) for own in parts]}
-    level = _level("linear", "auto", x)
+    level = kernel_level("linear", "auto", x)
     outs: list[torch.Tensor] = LINEAR.of_parts(
         {"x": x, **weights, "weights_formats": ",".join(formats), "biases": list(biases), "impl": level}
     )
     return outs
-
-
-def _level(op: str, impl: str, x: torch.Tensor) -> str:
-    """The level that runs; on a GPU, torch code for an x of 32 and 64 bits, which has no kernel."""
-    if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
-        warn_once(f"{op} has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
-        impl = "cpu"
-    best = level(op, impl, x.device)
-    return "auto" if impl == "auto" and best == "gluon" else best

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 import halfbyte
-from halfbyte.checkpoints.projections import Projections
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
 from halfbyte.ops.dequantize import dequantize_rows
 from halfbyte.paths import shipped_model
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.extract import Projections
 from halfbyte_lab.measure.checks import Accuracy, timed_attention_accuracy
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
