@@ -99,22 +99,102 @@ def test_modelopt_beside_a_plain_configuration(prompt: Any, tmp_path: Path) -> N
 
 #: As modelopt, compressed-tensors, Quark and AutoRound call them.
 NOT_OF_WEIGHTS = [
-    *("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point"),
+    *("k_proj.k_scale", "v_proj.v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point"),
     *("k_proj.output_scale", "q_proj.input_scale", "q_proj.input_zero_point", "o_proj.input_global_scale", "prob_output_scale"),
 ]
 
 
 @pytest.mark.parametrize("kind", ["modelopt nvfp4", "ct int4", "quark mxfp4", "auto-round"])
-def test_scales_of_caches_and_activations_are_left_out_and_told_once(
-    kind: str, prompt: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_scales_of_activations_are_left_out_and_told_once(kind: str, prompt: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(errors, "_WARNED", set())
     model = write(tiny(), tmp_path, blocks(kind, without="k_proj"))
     change(tmp_path, lambda t: t.update({f"model.layers.0.self_attn.{name}": torch.ones(1) for name in NOT_OF_WEIGHTS}))
-    with pytest.warns(UserWarning, match=r"k_scale, .*q_scale, .*v_zero_point\) are not used") as told:
+    with pytest.warns(UserWarning, match=r"k_zero_point, .*q_scale, .*v_zero_point\) are not used") as told:
         first, _ = hf.load(tmp_path), hf.load(tmp_path)
     assert len(told) == 1
+    assert "v_scale" not in str(told[0].message)  # which a cache uses
     same_logits(first, model, prompt())
+
+
+FP8_SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}}
+INT8_SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}
+#: (kind, entries of quantization_config, names of the scales of keys and of values, KV format).
+CACHES = [
+    ("ct int4", FP8_SCHEME, "self_attn.{}_scale", "fp8_tensor"),
+    ("ct int4", INT8_SCHEME, "self_attn.{}_scale", "int8_tensor"),
+    ("ct int4", FP8_SCHEME, "self_attn.{}_proj.output_scale", "fp8_tensor"),
+    ("modelopt nvfp4", {"kv_cache_quant_algo": "FP8"}, "self_attn.{}_proj.{}_scale", "fp8_tensor"),
+    ("quark mxfp4", {"kv_cache_group": ["*k_proj", "*v_proj"]}, "self_attn.{}_proj.output_scale", "fp8_tensor"),
+    ("auto-round", {"static_kv_dtype": "fp8"}, "self_attn.{}_scale", "fp8_tensor"),
+    ("gptq v1", {}, "self_attn.attn.{}_scale", "fp8_tensor"),  # as vLLM names them
+]
+K_SCALE, V_SCALE = 0.03125, 0.015625
+
+
+def with_cache_scales(folder: Path, config: dict[str, Any], name: str, k: Any = K_SCALE, v: Any = V_SCALE) -> None:
+    """Scales of layer 1 of a folder, of a cache that its configuration describes."""
+    scales = {f"model.layers.1.{name.replace('{}', side)}": torch.as_tensor(x) for side, x in (("k", k), ("v", v))}
+    change(folder, lambda t: t.update(scales))
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    content["quantization_config"].update(config)
+    file.write_text(json.dumps(content))
+
+
+def filled(model: Any, ids: torch.Tensor, fmt: str, **options: Any) -> list[Any]:
+    """The `KVCache` of each layer after a forward."""
+    hf.quantize(model, keys=fmt, values=fmt)
+    cache = hf.PackedCache(model, 64, keys=fmt, values=fmt, **options)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return [layer.kv for layer in cache.packed]
+
+
+@pytest.mark.parametrize(("kind", "config", "name", "fmt"), CACHES)
+def test_scales_of_keys_and_values_are_used(
+    kind: str, config: dict[str, Any], name: str, fmt: str, prompt: Any, tmp_path: Path
+) -> None:
+    """By a cache of their format, also of a model that was saved again; other formats and rotated sides measure their own."""
+    write(tiny(), tmp_path, blocks(kind))
+    with_cache_scales(tmp_path, config, name)
+    model = hf.load(tmp_path)
+    again = hf.load(hf.save(model, tmp_path / "own"))
+    for one in (model, again):
+        first, second = filled(one, prompt(), fmt)
+        assert (float(second.keys.scales), float(second.values.scales)) == (K_SCALE, V_SCALE)
+        assert float(first.keys.scales) not in (0, K_SCALE)  # measured
+    other = "fp8_tensor" if fmt == "int8_tensor" else "int8_tensor"
+    assert float(filled(model, prompt(), other)[1].keys.scales) != K_SCALE
+    rotated = filled(model, prompt(), fmt, rotate_keys=True)[1]
+    assert float(rotated.keys.scales) != K_SCALE
+    assert float(rotated.values.scales) == V_SCALE
+
+
+def test_a_default_cache_uses_them(prompt: Any, tmp_path: Path) -> None:
+    write(tiny(), tmp_path, blocks("ct int4"))
+    with_cache_scales(tmp_path, FP8_SCHEME, "self_attn.{}_scale")
+    model = hf.load(tmp_path, keys="fp8_tensor", values="fp8_tensor")
+    output = model.generate(prompt()[:1], max_new_tokens=2, return_dict_in_generate=True, do_sample=False)
+    assert float(output.past_key_values.packed[1].kv.keys.scales) == K_SCALE
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e6, [0.5, 0.25]])
+def test_scales_that_no_cache_can_store_are_measured(scale: Any, prompt: Any, tmp_path: Path) -> None:
+    """vLLM's "not calibrated", and a scale for each head."""
+    write(tiny(), tmp_path, blocks("ct int4"))
+    with_cache_scales(tmp_path, FP8_SCHEME, "self_attn.{}_scale", k=scale)
+    second = filled(hf.load(tmp_path), prompt(), "fp8_tensor")[1]
+    assert 0 < float(second.keys.scales) < 1
+    assert float(second.values.scales) == V_SCALE
+
+
+@pytest.mark.parametrize("entry", [[], {}, {"layers": [[1, 1]]}, {"format": "fp8_tensor", "layers": [[1.0, 0.5], [None, "x"]]}])
+def test_damaged_entries_of_config_are_refused(entry: Any, tmp_path: Path) -> None:
+    hf.save(tiny(), tmp_path / "own")
+    file = tmp_path / "own" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"halfbyte_kv_scales": entry}))
+    with pytest.raises(CheckpointError, match="halfbyte_kv_scales"):
+        hf.PackedCache(hf.load(tmp_path / "own", keys="fp8_tensor", values="fp8_tensor"), 64, keys="fp8_tensor")
 
 
 @pytest.mark.parametrize("quantized", [True, False])

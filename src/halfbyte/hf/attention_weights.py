@@ -26,7 +26,7 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format
-from halfbyte.hf.model_support import Decoder, one_each
+from halfbyte.hf.model_support import Decoder, kv_scales, one_each
 from halfbyte.nn import QuantLinear, dense_weight
 from halfbyte.reference.hadamard import block_size, check_rotation, rotate
 
@@ -213,6 +213,8 @@ def rotate_values_of(decoder: Decoder, layers: list[tuple[nn.Linear, nn.Linear]]
                 heads = t.double().movedim(axis, -1).unflatten(-1, (-1, dim))
                 t.copy_(rotate(heads).flatten(-2).movedim(-1, axis))
     setattr(decoder.model.config, SAVED, True)
+    for scales in (kv_scales(decoder.config) or {"layers": ()})["layers"]:
+        scales[1] = None  # of values that were not rotated
 
 
 def _projections(block: nn.Module, what: str, sizes: tuple[int, int, int]) -> tuple[nn.Linear, nn.Linear]:

@@ -23,6 +23,7 @@ from halfbyte.hf.model_support import (
     kv_heads,
     layer_formats,
     layer_rotations,
+    layer_scales,
     layer_types,
     layer_window,
     layer_windows,
@@ -49,7 +50,8 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
     capacity          most tokens of a sequence, prompt and answer together; rounded up to a multiple of 64. `grow` raises it
-    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each
+    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each. Per-tensor
+                      formats take the scales that the model's checkpoint has for them (k_scale, v_scale), where nothing is rotated
     rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
                       `halfbyte.KVCache` does by default
     rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches per
@@ -90,13 +92,13 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
         sliding = [layer_window(config, layer) for layer in range(len(formats))]
-        layers = zip(layer_types(config), formats, rotations, windows, sliding, strict=True)
+        layers = zip(layer_types(config), formats, rotations, windows, sliding, layer_scales(config, formats), strict=True)
         for layer in range(len(formats)):
             check_rotation(rotate_values, head_dims(config, layer)[1], "rotate_values")
         states = int(getattr(config, "number_of_conv_states", 1))
         cache_layers = [
-            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, width)
-            for kind, (k, v), is_rotated, window, width in layers
+            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, width, scales)
+            for kind, (k, v), is_rotated, window, width, scales in layers
         ]
         super().__init__(layers=cache_layers)
         self._packed = [number for number, layer in enumerate(cache_layers) if isinstance(layer, PackedLayer)]

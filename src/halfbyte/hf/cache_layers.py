@@ -11,7 +11,7 @@ it, with scales that include rejected tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -51,10 +51,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         window: tuple[int, int] = (0, 0),
         rotate_values: bool = False,
         sliding: int | None = None,
+        scales: Sequence[float | None] = (None, None),
     ) -> None:
         """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are.
 
         `sliding`: the window of attention, whose tokens are kept; all, where one measured scale is of the first tokens appended.
+        `scales`: fixed ones of keys and of values as a model computes them, before a rotation; None: measured.
         """
         super().__init__()
         self.sliding = None if "tensor" in (keys.granularity, values.granularity) else sliding
@@ -62,6 +64,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
+        rotations = rotate_keys, self.rotate_values
+        self.scales = [None if is_rotated else scale for scale, is_rotated in zip(scales, rotations, strict=True)]
         #: Whether `generate()` may record steps in CUDA graphs.
         self.records = True
         self.kv: KVCache | None = None
@@ -122,6 +126,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             recent_tokens=self.recent_tokens,
             dtype=self.buffer_dtype,
             device=key_states.device,
+            **{name: scale for name, scale in zip(("k_scale", "v_scale"), self.scales, strict=True) if scale is not None},
         )
         self._hold(kv)
 

@@ -30,13 +30,14 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from halfbyte.checkpoints.adapters import Checkpoint
+from halfbyte.checkpoints.adapters import Checkpoint, read_quantization
 from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, joined, stack
+from halfbyte.checkpoints.kv_scales import cache_scales, read_scales
 from halfbyte.checkpoints.layer import UNUSED, Adapter, Expanded, StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_tensor
 from halfbyte.errors import CheckpointError, Unsupported, warn_once
 from halfbyte.hf.mixtures import alternate, in_order, is_concatenated
-from halfbyte.hf.model_support import read_config
+from halfbyte.hf.model_support import KV_SCALES, read_config, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.weights import Target, check_fits, select, targets, warn_about_rest
 from halfbyte.tensors import QuantTensor
@@ -253,11 +254,14 @@ class ExternalCheckpoint:
         self._check_ties()
         parts = ((name, name.rpartition(".")[2]) for name in self.infos)
         scales = {name: part for name, part in parts if part in UNUSED and not self.names.has(name)}
-        if scales:
-            kinds = ", ".join(sorted({*scales.values()}))
+        #: The KV format that the files have scales for, and their names by layer and side.
+        self.kv_format, self.kv_scales = cache_scales(
+            read_quantization(self.folder) or {}, {name: self.infos[name] for name in scales if not DRAFTS.search(name)}
+        )
+        if others := {part for name, part in scales.items() if name not in self.kv_scales.values()}:
             warn_once(
-                f"scales of activations and caches in the files ({kinds}) are not used: activations stay in 16 bits, and a packed "
-                f"cache has scales of its own"
+                f"scales of activations and caches in the files ({', '.join(sorted(others))}) are not used: activations stay in 16 "
+                f"bits, and a packed cache has scales of its own"
             )
         ours = {*layers}
         #: The tensors that transformers loads as they are.
@@ -288,6 +292,10 @@ class ExternalCheckpoint:
             del config.quantization_config
         if formats:
             config.quantization_config = HalfbyteConfig(modules=formats, act_order=act_order).to_dict()
+        if self.kv_scales:
+            decoder = text_config(config)
+            layers = read_scales(self.kv_scales, self.infos, decoder.num_hidden_layers)
+            setattr(decoder, KV_SCALES, {"format": self.kv_format, "layers": layers})
         model, report = from_state(type(self.model), self.folder, config, state, dtype)
         warn_about_rest(model)
         return model, report

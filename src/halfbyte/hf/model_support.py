@@ -24,9 +24,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
-from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.formats import Format, check_window, key_format, value_format
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.formats import MIN_SCALE, Format, check_window, key_format, value_format
 from halfbyte.reference.hadamard import rotated
+from halfbyte.reference.quantize import F16_MAX
 
 _MLA = "its cache holds a latent (MLA) that is expanded into keys and values after the cache was updated"
 _SPARSE_MLA = f"{_MLA}, and an indexer with keys of its own picks the tokens that a query reads"
@@ -84,6 +85,10 @@ def inner_model(model: Any) -> Any:
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
+#: The entry of a decoder's configuration with the scales of keys and values that its checkpoint stores, and the KV format of them.
+KV_SCALES = "halfbyte_kv_scales"
+
+
 def text_config(model_or_config: Any) -> Any:
     """The configuration of the decoder, from a model or from a configuration."""
     config = getattr(model_or_config, "config", model_or_config)
@@ -92,6 +97,29 @@ def text_config(model_or_config: Any) -> Any:
             f"model_or_config is a {type(model_or_config).__name__}; pass a transformers model or its configuration (model.config)"
         )
     return config.get_text_config(decoder=True)
+
+
+def kv_scales(config: Any) -> dict[str, Any] | None:
+    """The entry `KV_SCALES` of a decoder's configuration; raises `CheckpointError` for one that halfbyte cannot have written."""
+    entry, count = getattr(config, KV_SCALES, None), int(config.num_hidden_layers)
+    if entry is None:
+        return None
+    layers = entry.get("layers") if isinstance(entry, dict) else None
+    if not isinstance(layers, list) or len(layers) != count or not all(isinstance(x, list) and len(x) == 2 for x in layers):
+        raise CheckpointError(f"config.json: {KV_SCALES} holds no scale of keys and of values for each of {count} layers")
+    for scale in (x for pair in layers for x in pair):
+        if scale is not None and not (isinstance(scale, int | float) and MIN_SCALE <= scale <= F16_MAX):
+            raise CheckpointError(f"config.json: {KV_SCALES} holds {scale!r}; expected a scale that fp16 holds, or null")
+    return {"format": entry.get("format"), "layers": layers}
+
+
+def layer_scales(config: Any, formats: Sequence[tuple[Format, Format]]) -> list[list[float | None]]:
+    """The scale of keys and of values of each layer that came with the model, for these formats; None: measured by the cache."""
+    entry = kv_scales(config) or {"format": None, "layers": [(None, None)] * len(formats)}
+    return [
+        [scale if fmt.name == entry["format"] else None for scale, fmt in zip(pair, sides, strict=True)]
+        for pair, sides in zip(entry["layers"], formats, strict=True)
+    ]
 
 
 class Decoder:
