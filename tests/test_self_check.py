@@ -16,7 +16,7 @@ import torch
 import halfbyte as hb
 from gpu.gpu_cases import build, draw, exact_variants, narrow_variants, variants
 from halfbyte import errors
-from halfbyte.device import GPU, H200, TESTED, datasheet_name, describe
+from halfbyte.device import GPU, H200, datasheet_name, describe
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import compiling, launch_cache, self_check, small_calls
@@ -148,7 +148,7 @@ def test_tested_gpus_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert self_check.untested(device) is expected
         self_check.untested.cache_clear()
     assert not self_check.untested(CPU)
-    assert {datasheet_name(f"NVIDIA {name.upper()}") for name in TESTED} == TESTED
+    assert {datasheet_name(f"NVIDIA {name.upper()}") for name in self_check.TESTED} == self_check.TESTED
 
 
 @pytest.fixture

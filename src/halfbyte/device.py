@@ -137,10 +137,6 @@ def datasheet_name(gpu: str) -> str | None:
     return None if not names or words & _OTHER_VARIANTS else max(names, key=len)
 
 
-#: GPUs on which the GPU suite ran, by `datasheet_name`. On others kernels check themselves (`halfbyte.ops.self_check`).
-TESTED = frozenset({"h100", "h200"})
-
-
 def supports_pdl(capability: Capability) -> bool:
     """Whether kernels can be launched with programmatic dependent launch (PDL): from Hopper on."""
     return capability >= (9, 0)

@@ -1,4 +1,4 @@
-"""Kernels check themselves on GPUs that halfbyte was not tested on (`device.TESTED`).
+"""Kernels check themselves on GPUs that halfbyte was not tested on (`TESTED`).
 
 The first use of each kernel, that is of a name and of what it is compiled for, runs it on a small case and compares the result with
 the reference. `impl="auto"` leaves a kernel alone that differs, with one warning; an explicit `impl` runs unchecked. Results are
@@ -16,12 +16,14 @@ from contextlib import suppress
 
 import torch
 
-from halfbyte.device import TESTED, datasheet_name, describe, triton_version
+from halfbyte.device import datasheet_name, describe, triton_version
 from halfbyte.errors import warn_once
 from halfbyte.ops import compiling
 from halfbyte.paths import append_line, own_checks
 from halfbyte.settings import self_checks
 
+#: GPUs on which the GPU suite ran, by `datasheet_name`.
+TESTED = frozenset({"h100", "h200"})
 #: A result may be off by a fraction of its root mean square, and of itself: several times the accuracy promise, and a fraction of
 #: what a wrong kernel gives.
 _OF_ALL, _OF_ITSELF = 0.05, 2**-7
