@@ -111,7 +111,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(launch_cache, name, value)
     monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
     monkeypatch.setattr(attention_op, "level_of", lambda impl, q: impl)
-    monkeypatch.setattr(linear_op, "_level", lambda op, impl, x: impl)
+    monkeypatch.setattr(linear_op, "kernel_level", lambda op, impl, x: impl)
     monkeypatch.setattr(append_op, "level", lambda op, impl, device: "triton")
     monkeypatch.setattr(_library, "_supports_pdl", lambda device: True)
     monkeypatch.setattr(KVCache, "_capturing", lambda self: False)
