@@ -286,8 +286,10 @@ def _drawn(name: str) -> list[tuple[list[Record], Sequence[str]]]:
 
 
 def _charts_of(name: str, machine: str, measured: list[Record]) -> Sequence[str]:
+    definition = studies.study(name)
+    also = study_records(definition.beside) if definition.beside else []
     with charts.measured_on(machine):
-        return studies.study(name).charts(measured)
+        return definition.charts([*measured, *also])
 
 
 def study_records(name: str) -> list[Record]:

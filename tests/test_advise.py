@@ -13,9 +13,10 @@ import torch
 
 from halfbyte import cli
 from halfbyte import settings as defaults
-from halfbyte.device import datasheet_name
+from halfbyte.device import Datasheet, datasheet_name, describe
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.evals.advice import TOLERATED, advise, command, python_lines
+from halfbyte.evals import card as cards
+from halfbyte.evals.advice import CPU, TOLERATED, advise, command, python_lines
 from halfbyte.evals.card import Card, Evidence, read_card, settings
 from halfbyte.evals.choices import SAFE, caches, is_safe, safe_where
 from halfbyte.evals.quality import Setting
@@ -128,7 +129,43 @@ def test_groups_that_do_not_divide_give_way(tmp_path: Path) -> None:
     assert [c.weights for c in found.choices[:: len(caches())]] == ["bf16", "int8_col", "nvfp4", "int4_g64"]
 
 
-def test_without_a_card_quality_is_not_known(llama: str) -> None:
+def test_without_a_gpu_it_is_about_this_machine(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory, and the weights that are fast there."""
+    found = advise(llama)
+    assert (found.gpu, found.sheet.memory_bytes) == (CPU, describe("cpu").memory_bytes)
+    assert found.recommended.weights == defaults.CPU_WEIGHTS
+    here = replace(describe("cpu"), kind="cuda", name="NVIDIA H200", memory_bytes=2**37)
+    monkeypatch.setattr("halfbyte.evals.advice.describe", lambda device: here)
+    assert advise(llama).sheet == Datasheet(2**37, 4.8e12)
+
+
+def test_the_context_is_no_longer_than_the_positions(llama: str, tmp_path: Path) -> None:
+    assert advise(llama, gpu="h200").context == transformers.LlamaConfig().max_position_embeddings == 2048
+    long = folder(tmp_path / "long", "llama", max_position_embeddings=2**17)
+    assert advise(long, gpu="h200").context == 8192
+
+
+def test_evidence_of_another_model_is_shown_and_decides_nothing(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of real models the nearest in size; the toy is none."""
+    models = {"demo": 4, "near": 8, "far": 64}
+    made = {
+        name: card(folder(tmp_path / name, "llama", num_hidden_layers=n), result("int8", "int8", "bf16", 9.0))
+        for name, n in models.items()
+    }
+    monkeypatch.setattr(cards, "card_of", lambda config: None)
+    monkeypatch.setattr("halfbyte.evals.advice.card_of", lambda config: None)
+    monkeypatch.setattr(cards, "shipped_cards", lambda: [replace(c, model=name) for name, c in made.items()])
+    found = advise(llama, gpu="h200")
+    assert (found.card, found.is_own) == ("near", False)
+    assert [c.evidence.change for c in found.choices if c.evidence] == [9.0]
+    assert (found.recommended.keys, found.recommended.weights) == (defaults.KEYS, defaults.WEIGHTS)
+    assert "not known" in found.reason
+
+
+def test_without_a_card_quality_is_not_known(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "shipped_cards", list)
     found = advise(llama, gpu="h200")
     assert found.card is None
     assert all(c.evidence is None for c in found.choices)
@@ -139,6 +176,14 @@ def test_without_a_card_quality_is_not_known(llama: str) -> None:
     )
     assert "not known" in found.reason
     assert f'weights="{defaults.WEIGHTS}", clip="{defaults.CLIP}"' in python_lines(found, found.recommended)
+    assert f"--weights {defaults.WEIGHTS} --clip {defaults.CLIP}" in command(found, found.recommended)
+
+
+def test_the_clip_is_that_of_the_evidence(llama: str) -> None:
+    for clip in (None, "search"):
+        known = result("int8", "int8", "nvfp4", 0.0, kl=SAFE) | {"clip": clip}
+        found = advise(llama, gpu="h200", card=card(llama, known))
+        assert ("clip=" in python_lines(found, found.recommended)) is (clip is not None)
 
 
 def test_a_card_decides(llama: str) -> None:
@@ -204,6 +249,9 @@ def test_safe_is_a_divergence_with_its_noise(llama: str) -> None:
     for noise, safe in (({}, True), ({"kl_noise": 1e-3}, True), ({"kl_noise": 1.5e-3}, False)):
         known = result("int8", "int8", "bf16", 0.0) | {"kl_mean": 1e-3} | noise
         assert card(llama, known).evidence("int8", "int8", "bf16").safe is safe
+    far = result("int8", "int8", "bf16", 0.0) | {"kl_mean": 2 * SAFE}
+    for floor, safe in ((0.0, False), (SAFE, True)):
+        assert replace(card(llama, far), floor=floor).evidence("int8", "int8", "bf16").safe is safe
 
 
 def test_quantized_models_need_their_format(tmp_path: Path) -> None:

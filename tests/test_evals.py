@@ -24,6 +24,7 @@ from halfbyte.cli.shared import parse_layers
 from halfbyte.device import describe
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.evals import model as models
+from halfbyte.evals import present
 from halfbyte.evals.choices import SAFE, caches
 from halfbyte.evals.own_attention import own_attention
 from halfbyte.evals.present import append_records, verdict
@@ -248,10 +249,11 @@ def test_the_demos_table_fits_a_terminal_of_80_columns() -> None:
     assert re.findall(r"\x1b\[31m *([\d,]+)", colored) == ["100", "1,234"] * len(rows)
 
 
-def test_the_report_begins_with_a_verdict() -> None:
+def test_the_report_begins_with_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three cards, noise that decides what is said, then every row, those of one result merged; names are explained."""
     sizes = {"perplexity": 2.0, "weight_bytes": 10, "kl_p99": 0.1, "top1": 0.9, "kl_by_quarter": [0.0] * 3}
     made = [Quality(Setting(), kv_bytes_per_token=100.0, kl_mean=0.0, change=0.0, noise=0.0, **sizes)]
+    monkeypatch.setitem(present.CARDS, "Smallest cache", ("int4_g32", "int4_g32"))
     figures = {"int8": (0.01, 0.02, 50.0), "int8_g64": (0.01, 0.02, 50.0), "int4_g32": (1.5, 0.2, 30.0)}
     for i, (name, (change, noise, nbytes)) in enumerate(figures.items()):
         quality = {"change": change, "noise": noise, "kl_mean": max(1e-3, i - 1.0), "kl_noise": 1e-4, "kv_bytes_per_token": nbytes}
@@ -260,11 +262,11 @@ def test_the_report_begins_with_a_verdict() -> None:
     made.append(Quality(Setting(weights="int4_g32"), kv_bytes_per_token=100.0, kl_mean=0.2, change=3.0, noise=1.0, **sizes))
     assert verdict(made) == (
         "INT8 cache: 2.00x smaller, perplexity unchanged within the noise of 0.02 %, safe (KL 1.0e-03 \u00b1 1e-04 nats). "
-        "INT4 cache: 3.33x smaller, perplexity +1.25 % (noise 0.20 %), not safe (KL 5.0e-01 \u00b1 1e-04 nats)."
+        "Smallest cache: 3.33x smaller, perplexity +1.25 % (noise 0.20 %), not safe (KL 5.0e-01 \u00b1 1e-04 nats)."
     )
     for kl, said in ((0.0018, "safe (KL"), (0.0021, "undecided, evaluate more text (KL"), (0.0024, "not safe (KL")):
         assert f" %, {said} {kl:.1e} \u00b1 2e-04" in verdict([made[0], replace(made[1], kl_mean=kl, kl_noise=2e-4)])
-    assert cards(made)["INT4 cache"]["formats"] == "int4_g32 rotated"
+    assert cards(made)["Smallest cache"]["formats"] == "int4_g32 rotated"
     assert cards(made)["INT8 cache"]["tokens in 1 GB"] == "20,000,000 instead of 10,000,000"
     assert list(cards([made[0], made[-1]])) == ["int4_g32 weights"]
     assert "tokens in 1 GB" not in cards([made[0], made[-1]])["int4_g32 weights"]
@@ -346,8 +348,9 @@ def test_eval_on_random_models(family: str, tmp_path: Path, capsys: pytest.Captu
     assert run("eval", str(tmp_path / family), *options) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["equal_tokens"] == said["compared_tokens"] == 64
-    assert [r["kv"] for r in said["results"]] == ["bf16", "int8 / int4_g32"]
-    assert said["results"][1]["kl_mean"] > 0
+    _, own, packed = said["results"]
+    assert [r["kv"] for r in said["results"]] == ["bf16", "transformers", "int8 / int4_g32"]
+    assert 0 <= own["kl_mean"] == packed["floor"] < packed["kl_mean"]
 
 
 @pytest.mark.parametrize(
@@ -363,8 +366,8 @@ def test_eval_on_random_models(family: str, tmp_path: Path, capsys: pytest.Captu
 def test_eval_rotates_as_caches_do(options: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("eval", "demo", "--windows", "1", "--length", "64", "--values", "int4", "--json", *options) == 0
     said = json.loads(capsys.readouterr().out)
-    assert [r["kv"] for r in said["results"]] == ["bf16", name]
-    assert 0 < said["results"][1]["kl_mean"] < 0.1
+    assert [r["kv"] for r in said["results"]] == ["bf16", "transformers", name]
+    assert 0 < said["results"][1]["kl_mean"] < said["results"][2]["kl_mean"] < 0.1
 
 
 @pytest.mark.slow

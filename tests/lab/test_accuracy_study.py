@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from halfbyte.device import Device
+from halfbyte.evals.environment import Environment
 from halfbyte.evals.model import load
 from halfbyte.evals.quality import Setting
-from halfbyte.evals.text import heldout_text, windows
+from halfbyte.evals.text import ByteTokenizer, heldout_text, windows
 from halfbyte.formats import KV_FORMATS
 from halfbyte.memory import meta_model, packed_layers
 from halfbyte_lab.evals.outliers import Heads, recorded_heads
@@ -19,7 +20,9 @@ from halfbyte_lab.measure import records
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.studies import accuracy, memory, quality_per_bit, study
+from halfbyte_lab.studies import accuracy, evidence, memory, quality_per_bit, study
+
+WHERE = Environment("fake", "", 1, {"torch": "2"}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
 
 FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
 
@@ -250,3 +253,40 @@ def test_quality_per_bit_measures_every_format_once() -> None:
     assert {s.keys for s in full[0].settings} == {n for n, f in KV_FORMATS.items() if f.is_quantized} - as_wide_as_a_head  # type: ignore[attr-defined]
     assert quality_per_bit.DEFAULT.kv in names
     assert not any(KV_FORMATS[s.keys].token_block and s.rotate_keys for s in full[0].settings)  # type: ignore[attr-defined]
+
+
+def test_the_chart_of_a_real_model_has_the_toy_and_what_is_safe_beside() -> None:
+    """Of the toy the same formats; the limit is twice the floor of the same text."""
+    blank = Record("", {}, "", "halfbyte", 0, WHERE, noise=1e-5)
+
+    def row(op: str, case: str, formats: str, kl: float, bits: float = 8.25) -> Record:
+        return replace(blank, op=op, case=case, formats=formats, error=kl, bits=bits)
+
+    floor, int8 = row(evidence.CACHE, "prose, bf16", "bf16", 1e-3, 16.0), row(evidence.CACHE, "prose, bf16", "int8", 1.9e-3)
+    weights = row(evidence.OF_WEIGHTS, "prose, bf16", "nf4", 0.2, 4.5)
+    toy = [row(accuracy.QUALITY, evidence.TOY, name, 1e-4) for name in ("int8", "fp8")]
+    cache, of_weights = evidence.drawn([floor, int8, weights, *toy])
+    assert "safe up to 2.0e-03" in cache
+    assert "the shipped toy" in cache
+    assert "fp8" not in cache
+    assert "the shipped toy" not in of_weights
+    assert "Q4_K_M" in of_weights
+    assert evidence.drawn([*toy]) == []
+    assert evidence.verdicts([floor, int8]) == {"bf16": True, "int8": True}
+
+
+def test_a_group_that_fails_is_measured_setting_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record says why, and the others have their figures."""
+
+    def records_of(session: Any, op: str, case: str, model: Any, cut: Any, settings: Any, base: Setting, late: bool) -> Any:
+        if any(s.keys == "int4" for s in settings):
+            raise RuntimeError("no such kernel")
+        yield from (Record(op, {}, accuracy.formats_of(s), "halfbyte", 0, WHERE, case=case, error=1.0) for s in settings)
+
+    monkeypatch.setattr(evidence, "quality_records", records_of)
+    monkeypatch.setattr(evidence, "_model", lambda session, arithmetic: (None, ByteTokenizer()))
+    monkeypatch.setattr(evidence, "_tokens", lambda session, text, tokenizer: list(range(200)))
+    session = Session.start(Options(device="cpu", quick=True))
+    job = evidence.TextJob("prose", "bf16", (Setting("int8", "int8"), Setting("int4", "int4"), Setting("fp8", "fp8")), 1, 64)
+    figures = {r.formats: (r.error, r.refused) for r in job.measure(session)}
+    assert figures == {"int8": (1.0, ""), "": (None, "prose, bf16: RuntimeError: no such kernel"), "fp8": (1.0, "")}

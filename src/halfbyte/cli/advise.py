@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from halfbyte.evals.card import Card
 
 STEP = "step ms"
-HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", "perplexity %", STEP)
+LOSS = "perplexity %"
+HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", LOSS, STEP)
 
 _STEP_WORDS = "; step: the least time of a decode step, that of reading its bytes"
 
 
 def advise(
     model: Model,
-    gpu: Annotated[
-        str | None, typer.Option(help="A GPU such as h200, or memory, as 24GB; default: the one here, or an h200.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU such as h200, or memory, as 24GB; default: this machine.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     context: Annotated[
-        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, such as 8192 or 128K.")
-    ] = 8192,
+        int | None,
+        typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence; default: 8192, at most the positions."),
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="The only weight format to consider; default: several, or the folder's own.")
     ] = None,
@@ -81,7 +81,8 @@ def _print(a: Advice, wide: bool) -> None:
     rate = a.sheet.bytes_per_second
     speed = "bandwidth unknown" if rate is None else f"{rate / 1e9:,.0f} GB/s"
     title = f"{a.model} on {a.gpu} ({human_bytes(a.sheet.memory_bytes)}, {speed}): {a.batch:,} x {a.context:,} tokens"
-    columns = [i for i, name in enumerate(HEADERS) if rate is not None or name != STEP]
+    unknown = {STEP: rate is None, LOSS: a.card is None}
+    columns = [i for i, name in enumerate(HEADERS) if not unknown.get(name)]
     rows = [tuple(row[i] for i in columns if row) for row in _rows(a)]
     print_table(title, [HEADERS[i] for i in columns], rows, text_columns=2, wide=wide)
     for line in _legend(a):
@@ -92,20 +93,17 @@ def _print(a: Advice, wide: bool) -> None:
 
 def _legend(a: Advice) -> list[str]:
     """What the columns mean, where the evidence is from, and the recommendation."""
-    from halfbyte.evals.choices import SAFE
     from halfbyte.memory import RESERVED
 
     lines = [
         f"batch: sequences of {a.context:,} tokens that fit in {1 - RESERVED:.0%} of the memory; context: tokens of each of "
         f"{a.batch:,} that fit{'' if a.sheet.bytes_per_second is None else _STEP_WORDS}."
     ]
-    if a.card is None:
-        lines.append(f"No evidence card: what this costs on {a.model} is not known. Measure it: halfbyte eval {a.model} --suite")
-    else:
-        lines.append(
-            f"perplexity: change against 16 bits and its noise, by the evidence card of {a.card}; *: safe, a KL divergence of at "
-            f"most {SAFE:g} nats."
-        )
+    if a.card is not None:
+        of = a.card if a.is_own else f"another model, {a.card}"
+        lines.append(f"perplexity: change against 16 bits and its noise, by the evidence card of {of}; *: a safe KL divergence.")
+    if a.card is None or not a.is_own:
+        lines.append(f"What this costs on {a.model} is not known. Measure it: halfbyte eval {a.model} --suite")
     lines += [f"note: {note}" for note in a.notes]
     took = a.recommended
     return [*lines, "", f"No recommendation: {a.reason}." if took is None else f"{_saved(a, took)} ({a.reason})."]
@@ -128,7 +126,7 @@ def _row(a: Advice, c: Choice) -> tuple[str, ...]:
     step = "" if c.step_seconds is None else _short(1e3 * c.step_seconds)
     sequences = f"{c.largest_batch:,}" if c.fits else f"{c.largest_batch:,} of {a.batch:,}"
     evidence = c.evidence
-    cost = "no card" if evidence is None else f"{evidence.change:+.2f}\u00b1{evidence.noise:.2f}{'*' if evidence.safe else ' '}"
+    cost = "" if evidence is None else f"{evidence.change:+.2f}\u00b1{evidence.noise:.2f}{'*' if evidence.safe else ' '}"
     return f"{c.keys}/{c.values}", _short(c.kv_bytes / 1e9), sequences, f"{c.largest_context:,}", cost, step
 
 

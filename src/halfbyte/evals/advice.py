@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfbyte import settings
-from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe, gpu_count
+from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.evals.card import Card, Evidence, card_of, first_fitting, fits
+from halfbyte.evals.card import Card, Evidence, card_of, first_fitting, fits, nearest_card
 from halfbyte.evals.choices import TOLERATED, WEIGHTS, caches
 from halfbyte.formats import plain_format
 from halfbyte.memory import (
@@ -47,7 +47,7 @@ class Choice:
     largest_batch    sequences of that context that fit; largest_context: tokens of each of that many sequences,
                      at most the model's positions
     step_bytes       what a decode step reads; step_seconds: the least time that takes, None for an unknown bandwidth
-    evidence         what a card says of exactly these formats on this model; None: no card does
+    evidence         what the card says of exactly these formats; None: it says nothing, or there is none
     """
 
     keys: str
@@ -68,7 +68,8 @@ class Advice:
     """Every choice for a model, the one that is recommended (None: none is) and why.
 
     is_quantized: the model's files are quantized already; has_cache: they have settings of a packed cache; card: the model whose
-    evidence card was used, None without one; dtype: the 16-bit type, which what is not quantized is called by.
+    evidence card was used, None without one; is_own: it is of a model of these sizes, and decides; dtype: the 16-bit type, which
+    what is not quantized is called by.
     """
 
     model: str
@@ -84,15 +85,21 @@ class Advice:
     notes: tuple[str, ...]
     dtype: str = "bf16"
     has_cache: bool = False
+    is_own: bool = True
+
+
+#: What a machine without a GPU is called.
+CPU = "the CPU here"
 
 
 def find_gpu(name: str | None) -> tuple[str, Datasheet]:
-    """(name, memory and bandwidth) of a GPU of `DATASHEETS` or of a size such as "24GB"; None: the GPU here, else an H200."""
-    if name is None and gpu_count():
-        here = describe("cuda")
+    """(name, memory and bandwidth) of a GPU of `DATASHEETS` or of a size such as "24GB"; None: the GPU here, else the CPU."""
+    if name is None:
+        here = describe(None)
         datasheet = DATASHEETS.get(datasheet_name(here.name) or "")
-        return here.name, Datasheet(here.memory_bytes, None if datasheet is None else datasheet.bytes_per_second)
-    query = "h200" if name is None else name.lower()
+        where = CPU if here.kind == "cpu" else here.name
+        return where, Datasheet(here.memory_bytes, None if datasheet is None else datasheet.bytes_per_second)
+    query = name.lower()
     for gpu, sheet in DATASHEETS.items():
         if gpu.replace("-", "") == query.replace("-", "").replace(" ", ""):
             return gpu, sheet
@@ -108,7 +115,7 @@ def advise(
     *,
     gpu: str | None = None,
     batch: int = 1,
-    context: int = 8192,
+    context: int | None = None,
     weights: str | None = None,
     card: Card | None = None,
     dtype: str = "bf16",
@@ -116,15 +123,17 @@ def advise(
     """Choices for a model folder, a Hub id or "demo", from its configuration alone.
 
     gpu      as in `find_gpu`
+    context  None: 8,192 tokens, or as many as the model has positions
     weights  the only weight format to consider, also for a model that another library quantized; None: those of `WEIGHTS`, or
              those that a folder of `halfbyte quantize` or another library's configuration names
-    card     the evidence, of a model of the same sizes; None: the shipped one, if there is one
+    card     the evidence, of a model of the same sizes; None: the shipped one, else that of the nearest real model, which is shown
+             and decides nothing
     dtype    the 16-bit type of what is not quantized, one of `halfbyte.settings.HALVES`
 
     Raises as `halfbyte.memory.estimate` does.
     """
     for name, value in (("batch", batch), ("context", context)):
-        check(0 < value < 2**31, f"{name}={value}; it must be above 0 and below 2^31")
+        check(value is None or 0 < value < 2**31, f"{name}={value}; it must be above 0 and below 2^31")
     from halfbyte.hf.default_cache import SAVED
 
     gpu_name, sheet = find_gpu(gpu)
@@ -141,22 +150,27 @@ def advise(
             f"model={model!r} is quantized already ({method}); name the format of its weights, such as --weights int4_g128"
         )
     sizes = _Sizes(config, model, batch, context, sheet, checkpoint, dtype)
-    card = card or card_of(config)
+    is_own = (card := card or card_of(config)) is not None
     check(card is None or card.matches(config), f"card is of {card and card.model}, whose sizes are not those of {model}")
-    candidates = ((checkpoint.name,),) if checkpoint is not None else ((dtype,), *WEIGHTS) if weights is None else ((weights,),)
-    choices = tuple(_judged(choice, card, method) for names in candidates for choice in sizes.choices(names))
+    card = card or nearest_card(config)
+    default = settings.CPU_WEIGHTS if gpu_name == CPU else settings.WEIGHTS
+    several = [(default,) if names == (settings.WEIGHTS,) else names for names in WEIGHTS]
+    candidates = ((checkpoint.name,),) if checkpoint is not None else ((dtype,), *several) if weights is None else ((weights,),)
+    plain = tuple(choice for names in candidates for choice in sizes.choices(names))
+    choices = tuple(_judged(choice, card, method) for choice in plain)
     if not choices:
         raise Unsupported(f"model={model!r}: none of the weight formats considered fits the sizes of its layers")
-    best, reason = recommend(choices)
+    best, reason = recommend(choices if is_own else plain, default)
+    best = next((shown for shown, bare in zip(choices, plain, strict=True) if best in (shown, bare)), None)
     remarks = (*notes(sizes.skeleton, sizes.plain, None, None, None), *sizes.notes())
     measured_model = card.model if card is not None and any(c.evidence for c in choices) else None
-    if card is not None and measured_model is not None and card.dtype != dtype:
+    if card is not None and measured_model is not None and is_own and card.dtype != dtype:
         remarks = (*remarks, f"the evidence card was measured in {card.dtype}, not in {dtype}")
-    facts = (method is not None, measured_model, choices, best, reason, remarks, dtype, hasattr(config, SAVED))
-    return Advice(model, gpu_name, sheet, batch, context, *facts)
+    facts = (method is not None, measured_model, choices, best, reason, remarks, dtype, hasattr(config, SAVED), is_own)
+    return Advice(model, gpu_name, sheet, batch, sizes.context, *facts)
 
 
-def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
+def recommend(choices: Sequence[Choice], default: str = settings.WEIGHTS) -> tuple[Choice | None, str]:
     """(choice, reason): with evidence the safe formats with the fewest bytes a step, else those within `TOLERATED`; without
     evidence, the library's defaults or what fits."""
     fitting = [c for c in choices if c.fits]
@@ -171,7 +185,7 @@ def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
         return min(good, key=lambda c: c.step_bytes), f"fewest bytes per step of the formats {bound}"
     is_cache_only = len({c.weights for c in choices}) == 1  # the weights are as they are: only the cache is chosen
     for c in fitting:
-        if (c.keys, c.values) == (settings.KEYS, settings.VALUES) and (is_cache_only or c.weights == settings.WEIGHTS):
+        if (c.keys, c.values) == (settings.KEYS, settings.VALUES) and (is_cache_only or c.weights == default):
             return c, "the defaults of halfbyte.hf.quantize; their quality on this model is not known"
     return max(fitting, key=lambda c: c.weight_bytes + c.kv_bytes), "most bits of those that fit; quality on this model not known"
 
@@ -186,11 +200,11 @@ class _Sizes:
     """What a model of a configuration takes and reads, in any formats."""
 
     def __init__(
-        self, config: Any, name: str, batch: int, context: int, sheet: Datasheet, stored: Stored | None, dtype: str
+        self, config: Any, name: str, batch: int, context: int | None, sheet: Datasheet, stored: Stored | None, dtype: str
     ) -> None:
         from halfbyte.hf.model_support import text_config
 
-        self.config, self.batch, self.context, self.sheet, self.stored = config, batch, context, sheet, stored
+        self.config, self.batch, self.sheet, self.stored = config, batch, sheet, stored
         self.dtype = dtype
         self.text = text_config(config)
         self.plain = packed_layers(config, dtype, dtype, ())  # refuses what a packed cache cannot serve before a model is built
@@ -198,6 +212,7 @@ class _Sizes:
         self.room = room(sheet.memory_bytes)
         limit = getattr(self.text, "max_position_embeddings", None)
         self.positions = limit if isinstance(limit, int) else 2**31
+        self.context = min(8192, self.positions) if context is None else context
 
     def choices(self, candidates: Sequence[str]) -> list[Choice]:
         """Every cache with the first of these weight formats that fits; none if none does."""
@@ -286,8 +301,8 @@ def _largest(left: int, nbytes: Callable[[int], int]) -> int:
 def python_lines(advice: Advice, choice: Choice) -> str:
     """The lines that load the model in the formats of a choice."""
     formats = {} if choice.weights == advice.dtype or advice.is_quantized else {"weights": choice.weights}
-    if formats.get("weights") == settings.WEIGHTS and choice.evidence is None:
-        formats["clip"] = settings.CLIP  # evidence is of weights that are not clipped
+    if formats and (clip := _clip(choice)):
+        formats["clip"] = clip
     if advice.has_cache or not choice.keys == choice.values == advice.dtype:
         formats |= {"keys": choice.keys, "values": choice.values}
     name = "halfbyte.paths.shipped_model()" if advice.model in SHIPPED else repr(advice.model)
@@ -295,9 +310,17 @@ def python_lines(advice: Advice, choice: Choice) -> str:
     return f"import torch, halfbyte\n\nmodel = halfbyte.hf.load({arguments}, dtype={plain_format(advice.dtype).code.dtype})"
 
 
+def _clip(choice: Choice) -> str | None:
+    """The clip of the weights: what the evidence is of, or that of the defaults."""
+    if choice.evidence is not None:
+        return choice.evidence.clip
+    return settings.CLIP if choice.weights in (settings.WEIGHTS, settings.CPU_WEIGHTS) else None
+
+
 def command(advice: Advice, choice: Choice) -> str:
     """The command that generates text in the formats of a choice."""
-    weights = "" if choice.weights == advice.dtype or advice.is_quantized else f" --weights {choice.weights}"
+    clip = f" --clip {_clip(choice)}" if _clip(choice) else ""
+    weights = "" if choice.weights == advice.dtype or advice.is_quantized else f" --weights {choice.weights}{clip}"
     option = "" if advice.dtype == HALVES[0] else f" --dtype {advice.dtype}"
     name = shlex.quote(advice.model)
     return f'halfbyte generate {name} --prompt "..." --keys {choice.keys} --values {choice.values}{weights}{option}'

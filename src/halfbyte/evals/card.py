@@ -24,7 +24,7 @@ from rich.console import Console
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, check, require
-from halfbyte.evals.choices import SAFE, WEIGHTS, caches, is_safe
+from halfbyte.evals.choices import WEIGHTS, caches, is_safe, limit
 from halfbyte.evals.environment import environment
 from halfbyte.evals.long_context import LongContext, Tasks, run_long_context
 from halfbyte.evals.own_attention import agreement
@@ -33,9 +33,10 @@ from halfbyte.evals.text import Tokenizer
 from halfbyte.formats import key_format, plain_format
 from halfbyte.memory import packed_layers, quantized_bytes, weight_or_plain
 from halfbyte.nn import QuantLayer
-from halfbyte.paths import resolve_model, write_whole
+from halfbyte.paths import SHIPPED, resolve_model, write_whole
 from halfbyte.reference.hadamard import rotated
-from halfbyte.settings import HALVES
+from halfbyte.settings import CLIP, HALVES
+from halfbyte.settings import WEIGHTS as WEIGHTS_BY_DEFAULT
 
 KIND, VERSION = "halfbyte evidence card", 1
 #: Bytes of a card; twenty results take a hundredth of it.
@@ -50,13 +51,14 @@ _LONG = ("found", "written", "parted", "nll")
 class Evidence:
     """A card's result for one choice of formats: change of perplexity in % and its noise, mean KL divergence in nats.
 
-    safe: whether that divergence is safe, noise included if the card has it.
+    safe: whether that divergence is safe, noise included if the card has it; clip: of the weights.
     """
 
     change: float
     noise: float
     kl: float
     safe: bool = False
+    clip: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Card:
 
     windows    (number, tokens of each); long: tokens of the long contexts, 0 for none
     agreement  (equal, compared) greedy tokens with 16-bit keys and values, ours and those of transformers' own attention
+    floor      divergence of the packed 16-bit run from transformers' own, 0 where it was not measured
     """
 
     model: str
@@ -77,6 +80,7 @@ class Card:
     results: tuple[dict[str, Any], ...]
     agreement: tuple[int, int]
     environment: dict[str, Any]
+    floor: float = 0.0
 
     def matches(self, config: Any) -> bool:
         """Whether a configuration, or a model, has the sizes of this card's model."""
@@ -93,8 +97,12 @@ class Card:
         formats = tuple(self.dtype if name in HALVES else name for name in (keys, values, weights))
         for r in self.results:
             if (r["keys"], r["values"], r["weights"]) == formats:
-                return Evidence(r["change"], r["noise"], r["kl_mean"], _is_safe(r))
+                return Evidence(r["change"], r["noise"], r["kl_mean"], self.is_safe(r), r.get("clip"))
         return None
+
+    def is_safe(self, r: dict[str, Any]) -> bool:
+        """Whether a result's divergence is safe."""
+        return is_safe(r["kl_mean"], r.get("kl_noise", 0.0), self.floor)
 
     def write(self, path: Path) -> tuple[Path, Path]:
         """Write the JSON file `path`, and a Markdown page next to it with the suffix .md."""
@@ -114,7 +122,7 @@ class Card:
             f"{self.sizes.model_type}: {self.sizes.layers} layers, {self.sizes.kv_heads} KV heads of {self.sizes.head_dim}. "
             f"{count} windows of {length:,} tokens of {self.text}, fed {self.chunk} at a time, so that older keys and values come "
             f"from the packed cache. Changes are against the 16-bit run, \u00b1 two standard errors over tokens; KL is in "
-            f"nats, and safe up to {SAFE:g}.",
+            f"nats, and safe up to {limit(self.floor):.2g}.",
             _table(QUALITY, quality_rows(self)),
         ]
         if self.long:
@@ -127,7 +135,8 @@ class Card:
             rows = [(_name(r), *(_metrics(r["lm_eval"][t]) for t in self.tasks)) for r in self.results if "lm_eval" in r]
             lines += ["lm-eval:", _table(("formats", *self.tasks), rows)]
         equal, total = self.agreement
-        lines.append(f"16-bit keys and values: {equal} of {total} greedy tokens equal those of transformers' own attention.")
+        floor = f", from which the packed cache diverges by {self.floor:.1e} nats" if self.floor else ""
+        lines.append(f"16-bit keys and values: {equal} of {total} greedy tokens equal those of transformers' own attention{floor}.")
         lines.append(f"{where.get('device', '')}; {versions}; {str(where.get('date', ''))[:10]}. `{where.get('command', '')}`")
         return "\n\n".join(lines) + "\n"
 
@@ -144,11 +153,7 @@ LONG = ("formats", "keys found %", "differs after", "nats a token")
 
 def _name(r: dict[str, Any]) -> str:
     cache = r["keys"] if r["keys"] == r["values"] else f"{r['keys']} / {r['values']}"
-    return f"{cache} + {r['weights']}"
-
-
-def _is_safe(r: dict[str, Any]) -> bool:
-    return is_safe(r["kl_mean"], r.get("kl_noise", 0.0))
+    return f"{cache} + {r['weights']}" + ", clipped" * bool(r.get("clip"))
 
 
 def quality_rows(card: Card) -> list[tuple[str, ...]]:
@@ -159,7 +164,7 @@ def quality_rows(card: Card) -> list[tuple[str, ...]]:
             f"{r['perplexity']:.4f}",
             f"{r['change']:+.2f} \u00b1 {r['noise']:.2f}",
             f"{r['kl_mean']:.1e}",
-            "yes" if _is_safe(r) else "no",
+            "yes" if card.is_safe(r) else "no",
             f"{100 * r['top1']:.1f}",
             f"{r['kv_bytes_per_token']:,.0f}",
             f"{r['weight_bytes'] / 1e6:,.1f}",
@@ -207,7 +212,12 @@ def settings(model: Any) -> list[Setting]:
     quantized = any(isinstance(m, QuantLayer) for m in model.modules())
     weights = [] if quantized else [w for names in WEIGHTS if (w := first_fitting(model, names)) is not None]
     pairs = [(keys, values) for keys, values in caches(dtype).values() if fits(model.config, keys, values)]
-    return [Setting(k, v, w, rotated(None, key_format(k), dim), dtype=dtype) for w in (None, *weights) for k, v in pairs]
+    clips = {WEIGHTS_BY_DEFAULT: CLIP}
+    return [
+        Setting(k, v, w, rotated(None, key_format(k), dim), clip=clips.get(w or ""), dtype=dtype)
+        for w in (None, *weights)
+        for k, v in pairs
+    ]
 
 
 def first_fitting(model: Any, names: Sequence[str]) -> str | None:
@@ -237,9 +247,9 @@ def measure(loaded: Any, tokenizer: Tokenizer, suite: Suite, console: Console) -
     choices = settings(loaded)
     tasks = Tasks(loaded, tokenizer, suite.ids, suite.long) if suite.long else None
     thorough = [s for s in choices if s.weights is None or (s.keys, s.values) == caches()["Default"]]
-    results = {
-        s: _plain(r) for s, r in zip(choices, run_evaluation(loaded, choices, suite.windows, suite.chunk, console), strict=True)
-    }
+    runs = [choices[0], Setting.of_transformers(choices[0].dtype), *choices[1:]]
+    qualities = run_evaluation(loaded, runs, suite.windows, suite.chunk, console)
+    results = {r.setting: _plain(r) for r in qualities if not r.setting.own}
     if tasks is not None:
         for setting, outcome in zip(thorough, run_long_context(loaded, thorough, tasks, console), strict=True):
             results[setting]["long_context"] = {name: getattr(outcome, name) for name in _LONG}
@@ -256,13 +266,15 @@ def measure(loaded: Any, tokenizer: Tokenizer, suite: Suite, console: Console) -
         tuple(results.values()),
         agreement(loaded, suite.windows[:2, : min(48, suite.windows.shape[1])]),
         asdict(environment(describe(loaded.device), torch.get_num_threads())),
+        qualities[0].floor,
     )
 
 
 def _plain(result: Quality) -> dict[str, Any]:
     """One result as the card has it."""
     s = result.setting
-    formats = {"keys": s.keys, "values": s.values, "weights": s.weights or result.plain_weights, "rotate_keys": s.rotate_keys}
+    weights = {"weights": s.weights or result.plain_weights, "clip": s.clip}
+    formats = {"keys": s.keys, "values": s.values, "rotate_keys": s.rotate_keys} | weights
     return formats | {name: getattr(result, name) for name in (*_FIGURES, "kl_noise")}
 
 
@@ -278,7 +290,7 @@ def lm_eval_results(loaded: Any, model: str, setting: Setting, tasks: Sequence[s
     manager, names = TaskManager(include_path=sorted({str(Path(t).parent) for t in tasks if is_file(t)})), [*map(task_name, tasks)]
     unknown = [name for name in names if name not in manager.all_tasks]
     check(not unknown, f"tasks: lm-eval has no task {unknown[:1]}; of a local task, pass the file NAME.yaml that says `task: NAME`")
-    lm = hf.quantize(with_weights(loaded, setting.weights), **setting.cache_options())
+    lm = hf.quantize(with_weights(loaded, *setting.in_weights), **setting.cache_options())
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model), trust_remote_code=False)
     try:
         with hf.packed_forwards(lm):
@@ -315,6 +327,18 @@ def card_of(config: Any) -> Card | None:
     return next((card for card in shipped_cards() if card.matches(config)), None)
 
 
+def nearest_card(config: Any) -> Card | None:
+    """The shipped card of the real model whose cache is nearest in size to that of this configuration."""
+    mine = _sizes(config)
+    real = [card for card in shipped_cards() if card.model not in SHIPPED]
+    return min(real, key=lambda card: abs(math.log(_cached(card.sizes) / _cached(mine))), default=None)
+
+
+def _cached(sizes: ModelSizes) -> int:
+    """Elements that a token has in the cache."""
+    return sizes.layers * sizes.kv_heads * sizes.head_dim
+
+
 def read_card(path: Path) -> Card:
     """A card from its file, checked. Raises `InvalidArgument`, naming what is wrong."""
     what = f"card={str(path)!r}"
@@ -329,7 +353,8 @@ def read_card(path: Path) -> Card:
     check(isinstance(data, dict) and data.get("format") == KIND, f'{what} is no card; expected "format": "{KIND}"')
     check(data.get("version") == VERSION, f"{what} has version {data.get('version')!r}; this halfbyte reads {VERSION}")
     try:
-        values = {f.name: data[f.name] for f in fields(Card)}
+        values = {f.name: data[f.name] for f in fields(Card) if f.name != "floor"}
+        values["floor"] = float(data.get("floor", 0.0))
         values |= {"sizes": ModelSizes(**values["sizes"]), "results": tuple(map(_checked, values["results"]))}
         values |= {name: tuple(values[name]) for name in ("windows", "tasks", "agreement")}
         return Card(**values)

@@ -31,9 +31,14 @@ def caches(dtype: str = "bf16") -> dict[str, tuple[str, str]]:
     }
 
 
-def is_safe(kl: float, noise: float = 0.0) -> bool:
+def limit(floor: float = 0.0) -> float:
+    """The largest divergence that is safe: `SAFE`, or twice what a packed cache of 16 bits costs, `floor`, where that is more."""
+    return max(SAFE, 2 * floor)
+
+
+def is_safe(kl: float, noise: float = 0.0, floor: float = 0.0) -> bool:
     """Whether a mean KL divergence with its noise, both in nats, is small enough; not where it is not known (NaN)."""
-    return kl + noise <= SAFE
+    return kl + noise <= limit(floor)
 
 
 def safe_where(kl: Sequence[float]) -> str:

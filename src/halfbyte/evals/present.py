@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.evals.choices import is_safe
+from halfbyte.evals.choices import caches, is_safe
 from halfbyte.evals.quality import Quality
 from halfbyte.paths import append_line
+from halfbyte.settings import KEYS, VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def row(result: Quality) -> tuple[str, ...]:
         f"{result.weight_bytes / 1e6:.2f}",
         f"{100 * result.top1:.2f}",
         f"{result.kl_p99:.2e}",
-        " ".join(f"{kl:.1e}" for kl in result.kl_by_quarter),
+        " ".join(f"{kl:.0e}" for kl in result.kl_by_quarter),
         f"{result.seconds:.1f}",
     )
 
@@ -59,7 +60,7 @@ def kind(result: Quality) -> str:
     """Which part of the table a result belongs to."""
     setting = result.setting
     if setting.weights is setting.lm_head is None:
-        return "16-bit" if setting.is_plain else "KV cache"
+        return "16-bit" if setting.is_plain or setting.own else "KV cache"
     return "weights" if setting.is_plain else "both"
 
 
@@ -90,8 +91,8 @@ def append_records(
 
 def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:
     """`record` of each result, with its long context if there is one."""
-    extras: list[dict[str, Any]] = [{"long_context": dataclasses.asdict(one)} for one in longer] or [{}] * len(results)
-    return [record(result) | more for result, more in zip(results, extras, strict=True)]
+    extras = {one.formats: {"long_context": dataclasses.asdict(one)} for one in longer}
+    return [record(result) | extras.get(result.setting.name, {}) for result in results]
 
 
 LONG_HEADERS = ("formats", "key found, %", "differs after", "of tokens", "first", "nats a token", "seconds")
@@ -116,16 +117,12 @@ def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
 # ----------------------------------------------------------------------------------------------------------------- verdict
 
 #: The cards: a cache's keys and values. Of several such settings, rotated or not, the one with the least divergence is shown.
-CARDS = {
-    "INT8 cache": ("int8", "int8"),
-    "INT8 keys, INT4 values": ("int8", "int4_g32"),
-    "INT4 cache": ("int4_g32", "int4_g32"),
-}
+CARDS = {"Default cache": (KEYS, VALUES), "INT8 cache": ("int8", "int8"), "Smallest cache": caches()["Smallest"]}
 
 
 def chosen(results: Sequence[Quality]) -> dict[str, Quality]:
     """The results that get a card, by its title: those of `CARDS`; without any, the first three."""
-    others = results[1:]
+    others = [r for r in results[1:] if not r.setting.own]
     caches = [r for r in others if not any(r.setting.in_weights)]
     by_title = {
         title: min(alike, key=lambda r: r.kl_mean)
@@ -160,5 +157,7 @@ def _safe_words(result: Quality) -> str:
 
 def safety(result: Quality) -> str:
     """Whether the divergence is safe, noise included, in words."""
-    kl, noise = result.kl_mean, result.kl_noise
-    return "safe" if is_safe(kl, noise) else "undecided, evaluate more text" if is_safe(kl, -noise) else "not safe"
+    kl, noise, floor = result.kl_mean, result.kl_noise, result.floor
+    if is_safe(kl, noise, floor):
+        return "safe"
+    return "undecided, evaluate more text" if is_safe(kl, -noise, floor) else "not safe"

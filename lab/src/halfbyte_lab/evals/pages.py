@@ -18,6 +18,7 @@ from halfbyte.evals.long_context import LongContext
 from halfbyte.evals.present import HEADERS, LONG_HEADERS, chosen, kind, long_rows, ratio, row, safety, verdict
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
+from halfbyte.settings import KEYS, VALUES
 from halfbyte_lab.measure.charts import Point, divergence, lines
 from halfbyte_lab.report import Cell, Report
 
@@ -109,7 +110,8 @@ def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
     if not caches:
         return []
     shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
-    points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
+    names = [r.setting.kv + ", the default" * ((r.setting.keys, r.setting.values) == (KEYS, VALUES)) for r in caches]
+    points = _points(caches, shares, names, [_series(r.setting) for r in caches])
     chart = divergence(points, x_label="bytes, share of a 16-bit cache")
     figures = [(chart, "Quality against size of the cache: KL divergence from the 16-bit run by bytes per token")]
     errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})

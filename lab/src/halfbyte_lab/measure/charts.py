@@ -65,10 +65,10 @@ def scatter(
     title: str = "",
     log_x: bool = False,
     log_y: bool = False,
-    line: tuple[float, str] | None = None,
+    rules: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Quality against bytes: labeled points whose labels do not lie on each other, and a dashed `line` at a y with its name.
-    Returns an <svg> element.
+    """Quality against bytes: labeled points whose labels do not lie on each other, and dashed or dotted `rules`, each at a y with
+    its name. Returns an <svg> element.
     """
     check(len(points) > 0, "points is empty; a chart needs at least one")
     for point in points:
@@ -80,9 +80,12 @@ def scatter(
             mine = [p for p in points if p.series == name]
             ax.plot([p.x for p in mine], [p.y for p in mine], **look | {"ls": ""}, ms=7, label=name or None)
         scales(ax, log_x, log_y)
-        if line is not None:
-            ax.axhline(line[0], color=QUIET, lw=1.2, ls="--", label=line[1])
-        frame(ax, x_label, y_label, legend=len(looks) > 1 or line is not None)
+        for (y, name), style in zip(rules, ("--", ":", "-.", (0, (1, 4))), strict=False):
+            ax.axhline(y, color=QUIET, lw=1.2, ls=style, label=name)
+        frame(ax, x_label, y_label, legend=False)
+        if len(looks) > 1 or rules:
+            handles, labels = ax.get_legend_handles_labels()
+            legend_below(fig, handles, labels, 2 if len(rules) > 1 else 5)
         ax.margins(0.12)
         _label_points(fig, ax, points)
     return done.svg
@@ -90,8 +93,8 @@ def scatter(
 
 def divergence(points: Sequence[Point], *, x_label: str, title: str = "") -> str:
     """Mean KL divergence against size, with a line at the largest that is called safe. Returns an <svg> element."""
-    line = (SAFE, f"safe: up to {SAFE:g}")
-    return scatter(points, x_label=x_label, y_label="mean KL divergence (nats)", title=title, log_y=True, line=line)
+    rules = [(SAFE, f"safe: up to {SAFE:g}")]
+    return scatter(points, x_label=x_label, y_label="mean KL divergence (nats)", title=title, log_y=True, rules=rules)
 
 
 def bars(

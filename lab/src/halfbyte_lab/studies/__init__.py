@@ -46,6 +46,7 @@ class Study:
     text_columns  columns of the table that hold text, from the left; the others hold numbers
     also    a second table, of other records
     derive  what records of other studies say, where this one was not measured
+    beside  another study, whose records the charts get as well
     """
 
     name: str
@@ -57,6 +58,7 @@ class Study:
     effort: Effort = GRAPHS
     also: Callable[[Sequence[Record]], Table] = lambda measured: ((), ())
     derive: Callable[[Sequence[Record]], Sequence[Record]] = lambda recorded: ()
+    beside: str = ""
 
     @property
     def asks(self) -> str:

@@ -12,6 +12,7 @@ where its KL in bf16, noise included, is at most twice the floor on every text.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.tables import Table
 from halfbyte_lab.measure.timing import fixed_threads
 from halfbyte_lab.studies import Study
-from halfbyte_lab.studies.accuracy import formats_of, quality_records
+from halfbyte_lab.studies.accuracy import QUALITY, formats_of, quality_records
 
 CACHE, OF_WEIGHTS, RETRIEVAL = "real model, cache", "real model, weights", "real model, retrieval"
 #: Windows and tokens of each on a GPU, on a CPU, and of a quick run.
@@ -206,6 +207,10 @@ class RetrievalJob:
 
 HEADERS = ("measure", "formats", "bits", "KL, nats", "noise", "by quarter", "perplexity, %", "top-1, %", "safe")
 BY_NAME = {formats_of(s): s for s in (*LADDER, *WEIGHTS)}
+#: The case of the shipped model without outliers in the study `quality-per-bit`, and its operation for weights.
+TOY, TOY_WEIGHTS = "no outliers", "quality of weights"
+#: Changes of perplexity of Llama 3 8B by weights of llama.cpp (ggml-org/llama.cpp#6936), as the divergence that they amount to.
+PUBLISHED = ((math.log(1.0004), "llama.cpp Q8_0 weights, published"), (math.log(1.028), "llama.cpp Q4_K_M weights, published"))
 #: What windows are counted for in the bits of a cache.
 CONTEXTS = (2048, 32768)
 
@@ -266,15 +271,24 @@ def _retrieved(r: Record) -> tuple[str, ...]:
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
-    """KL divergence against bits on prose in bf16, and the limit of what is safe."""
-    rows = [r for r in measured if r.op == CACHE and r.case == "prose, bf16" and r.error]
-    if not rows:
-        return []
-    limit = 2 * floors(rows).get("prose, bf16", 0.0)
-    points = [charts.Point(r.formats, bits_of(r)[0], r.error or 0.0, "safe" if is_safe(r, limit / 2) else "not safe") for r in rows]
-    x_label = f"bits an element (16-bit tokens counted at {CONTEXTS[0]:,})"
-    title = f"{real_model.NAME} on prose: divergence against bits; safe up to {limit:.1e}"
-    return [charts.scatter(points, x_label=x_label, y_label="KL divergence, nats", title=title, log_y=True)]
+    """KL divergence against bits of caches and of weights on prose in bf16, beside the toy: the limit of what is safe, and what
+    published changes of perplexity amount to.
+    """
+    limit = 2 * floors(measured).get("prose, bf16", 0.0)
+    figures = []
+    for what, op, toy_op, exact in (("caches", CACHE, QUALITY, {"bf16"}), ("weights", OF_WEIGHTS, TOY_WEIGHTS, set[str]())):
+        rows = [r for r in measured if r.op == op and r.case == "prose, bf16" and r.error and r.formats not in exact]
+        names = {r.formats for r in rows}
+        toy = [r for r in measured if (r.op, r.case) == (toy_op, TOY) and r.formats in names and r.error and r.bits]
+        points = [charts.Point(r.formats, bits_of(r)[0], r.error or 0.0, real_model.NAME) for r in rows]
+        points += [charts.Point("", bits_of(r)[0], r.error or 0.0, "the shipped toy, fp32") for r in toy]
+        rules = [(limit, f"safe up to {limit:.1e}")] * (limit > 0) + list(PUBLISHED)
+        x_label = f"bits an element (16-bit tokens counted at {CONTEXTS[0]:,})"
+        title = f"Divergence against bits: {what}"
+        if rows:
+            y_label = "KL divergence, nats"
+            figures.append(charts.scatter(points, x_label=x_label, y_label=y_label, title=title, log_y=True, rules=rules))
+    return figures
 
 
 def says(measured: Sequence[Record]) -> list[str]:
@@ -293,4 +307,4 @@ def says(measured: Sequence[Record]) -> list[str]:
     return sentences
 
 
-STUDY = Study("evidence", jobs, table, drawn, says, text_columns=2)
+STUDY = Study("evidence", jobs, table, drawn, says, text_columns=2, beside="quality-per-bit")
