@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import make_tables as tables
-from docgen import crossovers, first_hour, formats, performance, pictures, reference, summary, trust
+from docgen import crossovers, diagrams, first_hour, formats, performance, pictures, reference, summary, trust
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
@@ -43,7 +43,14 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "versions": trust.version_table,
         "operators": trust.operator_table,
     },
-    "docs/concepts/granularities.md": {"granularities": formats.granularities},
+    "docs/concepts/granularities.md": {
+        "diagram": partial(diagrams.tag, "granularities"),
+        "granularities": formats.granularities,
+    },
+    "docs/concepts/packing.md": {"diagram": partial(diagrams.tag, "packing")},
+    "docs/concepts/split-k.md": {"diagram": partial(diagrams.tag, "split-k")},
+    "docs/concepts/kv-cache-quantization.md": {"diagram": partial(diagrams.tag, "windows")},
+    "docs/internals/append.md": {"diagram": partial(diagrams.tag, "append")},
     "docs/internals/decode.md": {"bytes": formats.token_bytes},
     "docs/internals/decisions.md": {"decisions": reference.decisions},
     "docs/reference/formats.md": {"formats": tables.formats},
@@ -104,7 +111,7 @@ def stale_pages() -> dict[Path, str]:
 
 def stale_files() -> dict[Path, str]:
     """Everything generated that is out of date, pages and the pictures of the README, and what it should be."""
-    files = {ROOT / name: svg for name, svg in pictures.pictures().items()}
+    files = {ROOT / name: svg for name, svg in (pictures.pictures() | diagrams.diagrams()).items()}
     changed = {path: text for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text}
     return stale_pages() | changed
 

@@ -33,13 +33,13 @@ def box(x: float, y: float, width: float, height: float, color: str, opacity: fl
     return f'<rect x="{x:g}" y="{y:g}" width="{max(width, 0):.1f}" height="{height:g}" rx="3" fill="var(--{color})"{faint}/>'
 
 
-def picture(name: str, subtitle: str, height: float, parts: Sequence[str]) -> str:
+def picture(title: str, subtitle: str, height: float, parts: Sequence[str]) -> str:
     """An SVG with a title, on paper of its own, in the colors of the page's charts."""
     light, dark = f"--paper: #ffffff; {css(LIGHT)}", f"--paper: #16181c; {css(DARK)}"
     style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
     font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
     size = f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}"'
-    head = [text(16, 30, TITLES[name], size=16, weight="600"), text(16, 49, subtitle, "quiet", 12)]
+    head = [text(16, 30, title, size=16, weight="600"), text(16, 49, subtitle, "quiet", 12)]
     body = "\n".join([style, box(0, 0, WIDTH, height, "paper"), *head, *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">\n{body}\n</svg>\n'
 
@@ -72,7 +72,9 @@ def row() -> str:
         parts += [box(x, 168, 128, 74, "s1", 0.14), text(x + 10, 189, where, weight="600")]
         parts += [text(x + 10, 209 + 17 * line, words, "quiet", 12) for line, words in enumerate(what)]
         parts += [text(x + 131, 211, "\u2192", "s1", 14)] * (i < len(stages) - 1)
-    return picture("row", "Decoding reads every weight and the whole KV cache for each token: fewer bytes, less time.", 260, parts)
+    return picture(
+        TITLES["row"], "Decoding reads every weight and the whole KV cache for each token: fewer bytes, less time.", 260, parts
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ whole models
@@ -118,7 +120,7 @@ def steps() -> str:
         parts += [box(x, y, 12, 12, color), text(x + 18, y + 11, label, "quiet", 12)]
         x += 190 if color == "s6" else 260
     return picture(
-        "step", "Milliseconds a token, batch x context; INT4 weights, INT8/INT4 cache. Shorter is better.", y + 30, parts
+        TITLES["step"], "Milliseconds a token, batch x context; INT4 weights, INT8/INT4 cache. Shorter is better.", y + 30, parts
     )
 
 
@@ -153,7 +155,9 @@ def fits() -> str:
     y += 10
     for x, label, color in ((16, "weights", "s5"), (106, f"the cache of a sequence of {CONTEXT:,} tokens", "s1")):
         parts += [box(x, y, 12, 12, color), text(x + 18, y + 11, label, "quiet", 12)]
-    return picture("fits", f"{MODEL}'s sizes; GB, of which a tenth is left to activations. Computed, not measured.", y + 28, parts)
+    return picture(
+        TITLES["fits"], f"{MODEL}'s sizes; GB, of which a tenth is left to activations. Computed, not measured.", y + 28, parts
+    )
 
 
 def pictures() -> dict[str, str]:

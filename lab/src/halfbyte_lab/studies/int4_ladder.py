@@ -31,7 +31,17 @@ from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS
 from halfbyte_lab.studies import Study
-from halfbyte_lab.studies.published_gqa import CONTEXT, DIM, KV_HEADS, LADDERS, QUERY_HEADS, ladder
+from halfbyte_lab.studies.published_gqa import (
+    BASELINE,
+    CONTEXT,
+    DIM,
+    KV_HEADS,
+    LADDERS,
+    QUERY_HEADS,
+    RATES,
+    TIMES,
+    ladder,
+)
 
 OP = "ladder study"
 ROW_WISE, GROUPS = "int4", "int4_g32"
@@ -180,7 +190,7 @@ def _plain(side: KVSpec) -> KVSpec:
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "rung", "what changes", "us", "GB/s", "of roofline", "x the rung before", "x the first")
+HEADERS = ("case", "rung", "what changes", "us", "GB/s", "of roofline", "x the rung before", "x the first", "x FD BF16")
 
 
 def table(measured: Sequence[Record]) -> Table:
@@ -234,6 +244,7 @@ def _rows(rungs: Sequence[Record]) -> list[tuple[str, ...]]:
             "" if r.roof_share is None else f"{100 * r.roof_share:.1f} %",
             times_text(before[i], r.seconds),
             times_text(rungs[0].seconds, r.seconds),
+            "",
         )
         for i, r in enumerate(rungs)
     ]
@@ -247,16 +258,20 @@ def _published_ladder(kernel: str, batch: int) -> list[tuple[str, ...]]:
     rungs = ladder(kernel, batch)
     (_, first), before = rungs[0], [None, *(seconds for _, seconds in rungs)]
     number = len(LADDERS[PUBLISHED][batch]) - len(rungs)  # of the first rung: four groups begin with the sixth step
+    rate, time = (table["A100"].get(kernel, {}).get(batch) for table in (RATES, TIMES))
+    gigabytes = 1e-6 * rate * time if rate and time else None  # of a call, by what was printed for the last rung
+    flash = 1e-6 * TIMES["A100"][BASELINE][batch]
     return [
         (
             _published_case(kernel, batch),
             str(number + i),
             name,
             f"{1e6 * seconds:.0f}",
-            "",
+            rate_text(gigabytes / seconds) if gigabytes else "",
             "",
             times_text(before[i], seconds),
             times_text(first, seconds),
+            times_text(flash, seconds),
         )
         for i, (name, seconds) in enumerate(rungs)
     ]
