@@ -250,6 +250,8 @@ def test_what_is_no_number_of_tokens_is_refused(command: tuple[str, ...], text: 
 
 
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("memory", "demo") == 0  # what quantize makes, and advise recommends
+    assert f"packed: {settings.WEIGHTS} weights, {settings.KEYS} keys" in " ".join(capsys.readouterr().out.split())
     command = ["memory", "demo", "--batch", "8", "--context", "32K", "--weights", "nf4", "--memory", "1GB"]
     assert run(*command, "--json") == 0
     data = json.loads(capsys.readouterr().out)

@@ -20,7 +20,7 @@ from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paging import SPARE, ring_tokens
 from halfbyte.paths import resolve_model
-from halfbyte.settings import HALVES, KEYS, VALUES
+from halfbyte.settings import HALVES, KEYS, VALUES, WEIGHTS
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 #: Share of a GPU's memory left to activations, the CUDA context and the allocator; engines leave as much by default.
@@ -82,7 +82,7 @@ def estimate(
     context: int = 8192,
     keys: str = KEYS,
     values: str = VALUES,
-    weights: str = "bf16",
+    weights: str | None = "bf16",
     lm_head: str = "bf16",
     skip_layers: Collection[int] = (),
     sink_tokens: int = 0,
@@ -91,7 +91,8 @@ def estimate(
 ) -> Estimate:
     """Estimate for a model folder, a Hub id or "demo".
 
-    weights, lm_head   weight formats, or bf16 for none; a folder of `halfbyte quantize` has its own
+    weights, lm_head   weight formats, or bf16 for none; a folder of `halfbyte quantize` has its own. weights None: the default of
+                       `hf.quantize`, unless the model is quantized already
     sink_tokens, recent_tokens   stay in 16 bits, in memory of their own
     skip_layers        layers whose cache stays in 16 bits; negative numbers count from the end
 
@@ -101,8 +102,12 @@ def estimate(
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
         check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
     check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before any download
-    weight, head = (None if name == "none" else weight_or_plain(name) for name in (weights, lm_head))
+    head = None if lm_head == "none" else weight_or_plain(lm_head)
+    weight = None if weights in (None, "none") else weight_or_plain(weights)
     config = load_config(resolve_model(model))
+    if weights is None:
+        weights = "bf16" if quant_method(config) else WEIGHTS
+        weight = weight_or_plain(weights)
     skeleton, checkpoint = meta_model(config, model), stored_weights(config)
     cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
     plain_weights = plain_bytes(skeleton)

@@ -80,7 +80,10 @@ def memory(
     ] = 8192,
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = settings.KEYS,
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = settings.VALUES,
-    weights: Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")] = "bf16",
+    weights: Annotated[
+        str | None,
+        typer.Option(help=f"Format of linear layers; bf16: unquantized. Default: {settings.WEIGHTS}, or the model's own."),
+    ] = None,
     lm_head: LmHead = "bf16",
     skip_layers: Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")] = "",
     sink_tokens: SinkTokens = 0,
