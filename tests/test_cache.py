@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import io
 import pickle
 import random
 import re
@@ -22,7 +24,7 @@ from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.paging import PagedKVCache
+from halfbyte.paging import PagedKVCache, WindowKVCache
 from halfbyte.plans.explain import explanation
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import dequantize, quantize
@@ -939,3 +941,57 @@ def test_reset_goes_back_to_an_engines_scale() -> None:
     cache.append(torch.ones(1, 1, 1, 64), torch.ones(1, 1, 1, 64))
     cache.reset()
     assert (float(cache.keys.scales), float(cache.values.scales)) == (0.5, 0.25)  # type: ignore[arg-type]
+
+
+class _Own(KVCache):
+    """A subclass of a user, outside of what torch.load trusts."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (KVCache, {"keys": "int8_channel", "values": "int4_g32"}),
+        (KVCache, {"keys": "int4", "values": "int8", "sink_tokens": 2, "recent_tokens": 8}),
+        (KVCache, {"keys": "fp8_tensor", "values": "int8_tensor", "k_scale": 0.5}),
+        (functools.partial(PagedKVCache, page_size=16), {"keys": "int8_token", "values": "bf16"}),
+        (functools.partial(WindowKVCache, window=20), {}),
+    ],
+)
+def test_files_of_caches_are_read_without_trust(kind: Any, options: dict[str, Any]) -> None:
+    """`torch.load` runs no code of the file; what comes back is the cache, which goes on."""
+    k, v = torch.randn(2, 2, 2, 37, 64).bfloat16()
+    cache = kind(2, 2, 64, 64, **options)
+    cache.append(k, v)
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=True)
+    assert type(other) is type(cache)
+    assert other.keys.format is cache.keys.format
+    for c in (cache, other):
+        c.append(k[:, :, :5], v[:, :, :5])
+    assert all(torch.equal(a, b) for a, b in zip(cache.tensors(), other.tensors(), strict=True))
+
+
+def test_files_of_damaged_caches_are_refused() -> None:
+    cache = KVCache(1, 2, 64, 64, keys="int8", values="int8")
+    restored, (kind, keys, values, state) = cache.__reduce_ex__(2)
+    name, sinks, parts = keys
+    damaged = {
+        "of format 'int9'": (kind, ("int9", sinks, parts), values, state),
+        "keys without codes": (kind, (name, sinks, parts | {"codes": 5}), values, state),
+        r"keys\.scales": (kind, (name, sinks, parts | {"scales": parts["scales"][:, :, :7]}), values, state),
+        r"values\.codes": (kind, keys, (name, sinks, parts | {"codes": parts["codes"].short()}), state),
+        "lengths=NoneType": (kind, keys, values, {}),
+        "page_table=str": (kind, keys, values, state | {"page_table": "x"}),
+    }
+    for message, arguments in damaged.items():
+        with pytest.raises(InvalidArgument, match=message):
+            restored(*arguments)
+
+
+def test_a_subclass_is_copied_and_pickled() -> None:
+    cache = _Own(1, 1, 64, 64)
+    for other in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert type(other) is _Own
+        assert other._lock is not cache._lock

@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
 from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options, token_bytes
+from halfbyte.cache_pickle import restorable
 from halfbyte.device import check_room
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import check_window, key_format, value_format
@@ -36,6 +37,7 @@ from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen
 
 
+@restorable
 @shows_options
 class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
@@ -194,10 +196,6 @@ class KVCache:
         """Every buffer, for marking addresses as static or moving memory."""
         parts = [*self.keys.tensors(), self.keys.saturated, *self.values.tensors(), self.values.saturated]
         return [t for t in (*parts, self.lengths, self.page_table) if t is not None]
-
-    def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles get a lock of their own, and lengths whose version is not tracked."""
-        return {name: value for name, value in vars(self).items() if name not in ("_version", "_lock")}
 
     def __repr__(self) -> str:
         shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"

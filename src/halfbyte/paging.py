@@ -18,12 +18,14 @@ import torch
 from halfbyte.arguments import check_sizes, integer
 from halfbyte.cache import KVCache
 from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
+from halfbyte.cache_pickle import restorable
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.launch_cache import Signature
 
 
+@restorable
 @shows_options
 class PagedKVCache(KVCache):
     """Like `KVCache`, with codes in a pool [pages, H, page_size, ...] and a page table int32 [batch, pages of a sequence].
@@ -216,6 +218,7 @@ def ring_tokens(window: int) -> int:
     return -(-(window + SPARE) // RING_PAGE) * RING_PAGE
 
 
+@restorable
 class WindowKVCache(KVCache):
     """A `KVCache` for attention with a window: it holds the last `ring_tokens(window)` tokens of each sequence.
 

@@ -25,7 +25,7 @@ LAYERS = (
     {"hf", "vllm", "evals", "doctor", "memory", "precompile", "terminal"},
     {"engine"},
     {"checkpoints"},
-    {"cache", "paging", "nn", "experts"},
+    {"cache", "cache_pickle", "paging", "nn", "experts"},
     {"ops"},
     {"kernels", "cpu"},
     {"plans", "settings", "device"},
