@@ -17,7 +17,7 @@ from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_large import LargeSpec, large_plan, parts_of
 from halfbyte.plans.gemm_mma import mma_plan, shares
 from halfbyte.plans.gemm_plan import GemmPlan
-from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_spec import MmaSpec, WgmmaSpec
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES
 
@@ -377,3 +377,15 @@ def test_every_part_of_a_tile_for_large_m_has_steps(n: int | tuple[int, ...], k:
 def test_scales_beyond_fp16_are_not_multiplied_in_it() -> None:
     assert "E8M0" in str(large_plan(problem("mxfp4", 4096, 4096, 512, "fp16"), H200, use_pdl=True))
     assert isinstance(large_plan(problem("mxfp4", 4096, 4096, 512, "bf16"), H200, use_pdl=True), GemmPlan)
+
+
+@pytest.mark.parametrize(("capability", "num_sms"), [((8, 6), 82), ((8, 9), 128), ((12, 0), 170)])
+def test_experts_of_one_token_share_an_sm_as_far_as_its_memory_reaches(capability: tuple[int, int], num_sms: int) -> None:
+    """100 KB hold two programs where 228 KB hold four."""
+    routing = Routing(128, 8)
+    p = problem("int4_sym_g128", 1536, 2048, 1, "bf16")._replace(routing=routing)
+    plan = mma_plan(p, H200._replace(capability=capability, num_sms=num_sms), use_pdl=True)
+    assert isinstance(plan, GemmPlan), plan
+    taken = plan.spec.shared_bytes + DRIVER
+    assert plan.programs_per_sm == 2
+    assert 2 * taken <= EVERYTHING[8, 9] < 3 * taken

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 
-from halfbyte.device import H200
+from halfbyte.device import GPU, H200, Capability
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels.compiling import Configuration, empty, empty_weight, recorded
+from halfbyte.kernels.compiling import CAPABILITIES, Configuration, empty, empty_weight, of_capability, recorded
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
 from halfbyte.kernels.linear import experts_prompt, experts_sort, experts_wgmma, mma
@@ -57,6 +59,17 @@ _TUNED = (
 )
 
 
+#: Those of other GPUs than Hopper's: codes, scales and blocks of each kind.
+_ELSEWHERE = (
+    ("int4_sym_g128", 1, _QWEN[0]),
+    ("int8_col", 1, _QWEN[1]),
+    ("nf4", 1, _QWEN[0]),
+    ("nvfp4", 1, _QWEN[1]),
+    ("mxfp4", 16, _OSS[0]),
+    ("int4_g32", 64, _QWEN[1]),
+)
+
+
 #: What surrounds a grouped GEMM, and the experts it is given.
 _PROMPTS = (
     *(("int4_g128", projection) for projection in _QWEN),
@@ -88,14 +101,25 @@ def configurations() -> Iterator[Configuration]:
         why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
         full = _name("experts", name, tokens, call, options)
         yield from recorded(full, partial(portable.launch, call, *given), may_spill=why)
-    for name, tokens, (experts, top_k, features, width, activation, options) in _TUNED:
-        call = _call(name, tokens, experts, top_k, features, width, activation, options)
-        plan = mma_plan(_problem(call, ids_early=call.gates is not None), H200, use_pdl=True)
-        if isinstance(plan, GemmPlan):
-            full, workspace = _name("tuned-experts", name, tokens, call, options), (empty(1, dtype=torch.float32), empty(1))
-            weights, routed = stack_of(call.weight, call.bias, call.new_result()), Routed(call.ids, call.gates, experts)
-            for launch in mma.launches(call.x, weights, plan, *workspace, routed=routed):
-                yield from recorded(full, launch, targets=(90,))
+    for case in _TUNED:
+        yield from _tuned(*case, (9, 0))
+    for case, capability in product(_ELSEWHERE, CAPABILITIES):
+        if capability != (9, 0):
+            yield from _tuned(*case, capability)
+
+
+def _tuned(name: str, tokens: int, projection: Any, capability: Capability) -> Iterator[Configuration]:
+    """What a projection by the tuned kernel would compile on a GPU of 132 SMs."""
+    experts, top_k, features, width, activation, options = projection
+    call = _call(name, tokens, experts, top_k, features, width, activation, options)
+    plan = mma_plan(_problem(call, ids_early=call.gates is not None), GPU("", 132, capability), use_pdl=True)
+    if not isinstance(plan, GemmPlan):
+        return
+    full, workspace = _name("tuned-experts", name, tokens, call, options), (empty(1, dtype=torch.float32), empty(1))
+    full, why = (full, "") if capability == (9, 0) else (f"{full}-{of_capability(capability)}", "tiles were chosen for sm_90")
+    weights, routed = stack_of(call.weight, call.bias, call.new_result()), Routed(call.ids, call.gates, experts)
+    for launch in mma.launches(call.x, weights, plan, *workspace, routed=routed):
+        yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
 
 
 def _grouped() -> Iterator[Configuration]:

@@ -69,9 +69,9 @@ class Target:
         return f"sm_{self.capability}"
 
 
-#: What tuned kernels are compiled for, each with the plans of its own: Ampere, Hopper and Blackwell, large and small (8.6 and 12.0,
-#: SMs with 100 KB of shared memory; 8.9 has the plans of 8.6). Portable kernels, for the large ones.
-CAPABILITIES = ((8, 0), (9, 0), (10, 0), (8, 6), (12, 0))
+#: What tuned kernels are compiled for, each with the plans of its own: Ampere, Ada, Hopper and Blackwell, large and small (8.6, 8.9
+#: and 12.0, SMs with 100 KB of shared memory). Portable kernels, for the large ones.
+CAPABILITIES = ((8, 0), (9, 0), (10, 0), (8, 6), (8, 9), (12, 0))
 TARGETS = tuple(Target(10 * major + minor) for major, minor in CAPABILITIES)
 
 

@@ -93,7 +93,7 @@ def _routed(p: GemmProblem, routing: Routing, gpu: GPU, use_pdl: bool) -> GemmPl
         table=PairTable(routing.top_k, routing.shared and routing.top_k > 1, size, routing.ids_early),
         epilogue=Epilogue(activation=p.activation),
     )
-    shape = _first_that_fits(block, ((block, most_per_sm), (block, 1)), gpu.capability)
+    shape = _first_that_fits(block, ((block, n) for n in range(most_per_sm, 0, -1)), gpu.capability)
     if isinstance(shape, str):
         return shape
     spec, per_sm = shape
