@@ -17,6 +17,7 @@ DECODE_ON_GPU = "ops/_decode_on_gpu.py"
 KV_BUFFER = "kv_buffer.py"
 
 caches = tests_of("test_cache.py")
+self_check = tests_of("test_self_check.py")
 attention = tests_of("test_attention_reference.py")
 plans = tests_of("test_plans.py")
 pages = tests_of("test_paging.py")
@@ -353,6 +354,49 @@ STATE = [
         "_by_slabs",
         Rewrite("_o.view(_m, _n)[:, _s:_s + _r]", "_o.view(_m, _n)[:, :_r]"),
         slabs("test_gemms_over_slabs_of_weights_below_each_other[24]"),
+    ),
+    # -- kernels that check themselves
+    Mutant(
+        "a wrong kernel runs",
+        "ops/self_check.py",
+        "refusal",
+        Rewrite("results[key] <= 1", "True"),
+        self_check("test_a_wrong_kernel_is_left_alone[linear]", "test_a_wrong_kernel_is_left_alone[decode_attention]"),
+    ),
+    Mutant(
+        "a wrong append is kept",
+        APPEND_OP,
+        "_refused",
+        Rewrite("not untested(_d)", "True or untested(_d)"),
+        self_check("test_a_wrong_append_is_left_to_the_reference"),
+    ),
+    Mutant(
+        "the small case of a split GEMM splits nothing",
+        "plans/small_gemm.py",
+        "small_gemm",
+        Rewrite("next(_n for _n in range(2, _t) if _t % _n)", "tiles"),
+        self_check("test_a_small_gemm_has_the_spec_of_the_whole[NVIDIA H200-int4_g128]"),
+    ),
+    Mutant(
+        "an error of a tenth is allowed",
+        "ops/self_check.py",
+        "excess",
+        Rewrite("_t.square().mean().sqrt()", "2 * _t.square().mean().sqrt()"),
+        self_check("test_excess_tells_wrong_from_rounded"),
+    ),
+    Mutant(
+        "a cache measures the scales that its checkpoint has",
+        "hf/cache_layers.py",
+        "PackedLayer.__init__",
+        Rewrite("None if is_rotated else scale", "None"),
+        tests_of("hf/test_hf_external.py")("test_a_default_cache_uses_them"),
+    ),
+    Mutant(
+        "a stored cache is not looked at",
+        "cache_pickle.py",
+        "_buffer",
+        Rewrite("check(good, _m)", "check(True, _m)"),
+        caches("test_files_of_damaged_caches_are_refused"),
     ),
     # -- which is faster
     Mutant(
