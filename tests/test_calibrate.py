@@ -13,7 +13,9 @@ import torch
 
 from halfbyte import cli, hf
 from halfbyte.cache_plan import LayerFormats, read_plan
-from halfbyte.errors import InvalidArgument
+from halfbyte.calibrated_keys import read_calibration
+from halfbyte.engine import page_layouts
+from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.evals import model as models
 from halfbyte.evals.assignment import Options, Sensitivity, assign, candidates
 from halfbyte.evals.calibrate import Divergence, Measurements, calibrate, fingerprint, measurements_path, runs
@@ -230,7 +232,7 @@ def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.C
     cache = model.generate.settings.make(model, 64)
     assert cache.bytes_per_token == small.bits * 6 * 2 * 128 / 8
     assert run("eval", "demo", "--plan", str(tmp_path / "plan-5.json"), "--windows", "1", "--length", "48", "--json") == 0
-    (_, said) = json.loads(capsys.readouterr().out)["results"]
+    *_, said = json.loads(capsys.readouterr().out)["results"]
     assert said["kv"] == f"plan, {small.bits:.2f} bits"
     assert said["kv_bytes_per_token"] == cache.bytes_per_token
 
@@ -246,7 +248,7 @@ def test_plans_with_sink_and_recent_tokens_are_used(tmp_path: Path, capsys: pyte
     layers = model.generate.settings.make(model, 64).layers
     assert [(layer.sink_tokens, layer.recent_tokens) for layer in layers] == [(4, 16)] * 6
     assert run("eval", "demo", "--plan", str(plan), "--windows", "1", "--length", "48", "--json") == 0
-    (_, said) = json.loads(capsys.readouterr().out)["results"]
+    *_, said = json.loads(capsys.readouterr().out)["results"]
     assert said["kv"] == f"plan, {read_plan(plan).bits:.2f} bits, 4 + 16 tokens 16-bit"
     for options, says in (
         (("--length", "20"), "nothing of a text of 20 tokens"),
@@ -254,6 +256,36 @@ def test_plans_with_sink_and_recent_tokens_are_used(tmp_path: Path, capsys: pyte
     ):
         assert run("eval", "demo", "--plan", str(plan), "--windows", "1", *options) == 1
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_calibrated_keys_by_the_command_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = str(tmp_path / "keys.safetensors")
+    assert run("calibrate", "demo", "-o", keys, "--windows", "2", "--length", "256") == 0
+    assert "512" in capsys.readouterr().out
+    assert len(read_calibration(keys).layers) == 6
+    options = ("--keys", "int4", "--values", "int4", "--windows", "1", "--length", "48", "--json")
+    losses = []
+    for calibration in ((), ("--calibration", keys)):
+        assert run("eval", "demo", *options, *calibration) == 0
+        *_, result = json.loads(capsys.readouterr().out)["results"]
+        assert result["kv"] == f"int4{' calibrated' * bool(calibration)} rotated"
+        losses.append(result["kl_mean"])
+    assert losses[1] < losses[0]
+    plan = tmp_path / "plan.json"
+    made = ("calibrate", "demo", "--bits", "5", "-o", str(plan), "--formats", "int8,int4", "--windows", "1", "--length", "32")
+    assert run(*made, "--calibration", keys) == 0
+    assert json.loads(plan.read_text())["calibration"] == "keys.safetensors"
+    assert run(*made) == 1  # measurements of keys as they come
+    assert "remove it" in capsys.readouterr().err
+    model = hf.quantize(models.load("demo")[0], plan=plan)
+    assert model.generate.settings.calibration.digest == read_calibration(keys).digest
+    with pytest.raises(Unsupported, match="calibrated keys"):
+        page_layouts(plan)
+    with pytest.raises(InvalidArgument, match="leave these options out"):
+        hf.quantize(models.load("demo")[0], plan=plan, calibration=keys)
+    assert run("eval", "demo", "--calibration", keys, "--plan", str(plan)) == 1
+    assert "--calibration" in capsys.readouterr().err
 
 
 def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +298,8 @@ def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[
         (*made, "--bits", "6", "--text", str(short)): "fewer than one window",
         (*made, "--bits", "6", "--text", str(short), "--length", "64"): "too short to calibrate on 4",
         (*made, "--bits", "6", "--text", str(tmp_path / "none.txt")): "text=",
+        (*made, "--formats", "int4", "--sink-tokens", "4"): "--formats, --sink-tokens: about formats by layer",
+        (*made, "--windows", "1", "--length", "100"): "text has 96 tokens; expected at least 256",
         (*made, "--bits", "1"): "bits=1; these formats take ",
         (*made, "--bits", "7", "--formats", "int8"): "bits=7; these formats take 8.25 to 16 bits",
         (*made, "--bits", "17"): "--bits '17'",

@@ -22,10 +22,11 @@ from halfbyte.ops.declare import Op
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.ops.prefill_attention import prefill_attention
-from halfbyte.ops.rotate_heads import rotate_heads
+from halfbyte.ops.transform_heads import TRANSFORM_HEADS, transform_heads
 from halfbyte.paging import PagedKVCache
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables
+from halfbyte.reference.transform import TransformCall
 from halfbyte.tensors import QuantTensor
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -85,13 +86,30 @@ def test_opcheck_append_by_slot() -> None:
 def test_rotation_of_heads() -> None:
     """An op that compiled code sees; twice it gives x back, in float64 to the last digits; rounded once in other types."""
     x = torch.randn(2, 5, 3, 96).transpose(1, 2)
-    torch.library.opcheck(torch.ops.halfbyte.rotate_heads.default, (x, "reference"))
+    matrix, center = torch.randn(3, 96, 96), torch.randn(3, 96)
+    for call in (
+        TransformCall(x, impl="reference"),
+        TransformCall(x, matrix, center, Rope(*torch.randn(2, 5, 48)), impl="reference"),
+    ):
+        opcheck(TRANSFORM_HEADS, call)
     wide = x.double()
-    torch.testing.assert_close(rotate_heads(rotate_heads(wide)), wide, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(rotate_heads(x.bfloat16()), rotate_heads(x.bfloat16().double()).bfloat16(), rtol=0, atol=2**-7)
+    torch.testing.assert_close(transform_heads(transform_heads(wide)), wide, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(transform_heads(x.bfloat16()), transform_heads(x.bfloat16().double()).bfloat16(), rtol=0, atol=2**-7)
     for given, says in ((torch.randn(2, 3, 96), "x"), (torch.randn(1, 1, 1, 40), "head_dim=40"), (3, "x")):
         with pytest.raises(InvalidArgument, match=says):
-            rotate_heads(given)  # type: ignore[arg-type]
+            transform_heads(given)  # type: ignore[arg-type]
+    exact = (wide - center.double()[:, None]) @ matrix.double()
+    torch.testing.assert_close(transform_heads(wide, matrix, center), exact)
+    wrong = (
+        ("matrix", {"matrix": matrix[:, :4]}),
+        ("x has 3 heads and matrix 2", {"matrix": matrix[:2]}),
+        ("center", {"matrix": matrix, "center": center[:2]}),
+        ("not contiguous", {"matrix": matrix.mT}),
+        ("belong to a matrix", {"center": center}),
+    )
+    for says, options in wrong:
+        with pytest.raises(InvalidArgument, match=says):
+            transform_heads(x, **options)
 
 
 @pytest.mark.slow(sample=4)

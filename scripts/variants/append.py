@@ -12,6 +12,7 @@ from halfbyte.kernels.append import rotation
 from halfbyte.kernels.append.launch import launches, plan_of
 from halfbyte.kernels.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kv_buffer import AppendCall, HeadNorms, Rope
+from halfbyte.reference.transform import TransformCall
 
 #: Values that come with keys of another format. They come with keys of their own format where nothing is said.
 _VALUES = {
@@ -43,9 +44,17 @@ def configurations() -> list[Configuration]:
 
 
 def _rotated(dim: int, dtype: torch.dtype) -> list[Configuration]:
-    """Values, or an output of attention, rotated on their own."""
-    x = empty(16, 8, 1, dim, dtype=dtype)
-    return recorded(f"rotate-heads-D{dim}", lambda: rotation.launch(x, x))
+    """Values, or an output of attention, rotated on their own. Calibrated keys of a step, and queries of a prompt."""
+    x, q = (empty(*shape, dim, dtype=dtype) for shape in ((16, 8, 1), (1, 32, 128)))
+    matrix, center = (empty(8, *shape, dtype=torch.float32) for shape in ((dim, dim), (dim,)))
+    table, weight = empty(16, 1, dim // 2, dtype=torch.float32), empty(dim, dtype=dtype)
+    keys = TransformCall(x, matrix, center, Rope(table, table), HeadNorms(weight, weight, 1e-6, "rounded"))
+    queries = TransformCall(q, matrix, queries=True)
+    return [
+        *recorded(f"rotate-heads-D{dim}", lambda: rotation.launch(x, x)),
+        *recorded(f"transform-keys-D{dim}", lambda: rotation.launch_product(keys, x)),
+        *recorded(f"transform-queries-D{dim}", lambda: rotation.launch_product(queries, q)),
+    ]
 
 
 def _normalized(keys: str, kind: str, name: str, half: int, interleaved: bool) -> Iterator[Configuration]:

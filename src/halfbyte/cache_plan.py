@@ -8,7 +8,9 @@
 
 `layers` has one entry per layer, in order; formats are those of `halfbyte.KV_FORMATS`. `model` holds the sizes of the model that
 the plan is for; a reader must refuse any other. The first `sink_tokens` and the last `recent_tokens` of a sequence stay in 16 bits
-in every quantized layer; a reader that does not support them must refuse a plan in which they are not 0. `bits` is the size of the
+in every quantized layer; a reader that does not support them must refuse a plan in which they are not 0. `calibration`, where a
+plan has it, names the file of calibrated keys by which quantized keys are transformed, from the plan's folder; a reader that does
+not support it must refuse the plan. `bits` is the size of the
 cache per element, with scales and without these tokens. `measured` says how the plan was found; no reader needs it.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,9 @@ class ModelSizes:
 class CachePlan:
     """Formats of every layer for a model of these sizes, and how many tokens stay in 16 bits.
 
-    bits      bits per element of the cache, scales included
-    measured  how the plan was found, for people
+    bits         bits per element of the cache, scales included
+    measured     how the plan was found, for people
+    calibration  the file of calibrated keys; "": none
     """
 
     model: ModelSizes
@@ -65,6 +68,7 @@ class CachePlan:
     sink_tokens: int = 0
     recent_tokens: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    calibration: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -99,6 +103,10 @@ class CachePlan:
     def write(self, path: Path | str) -> Path:
         """Write the file atomically."""
         data = {"format": KIND, "version": VERSION, **asdict(self)}
+        if self.calibration:
+            data["calibration"] = os.path.relpath(self.calibration, Path(path).parent)
+        else:
+            del data["calibration"]
         return write_whole(Path(path), json.dumps(data, indent=1) + "\n")
 
 
@@ -119,7 +127,8 @@ def read_plan(plan: CachePlan | str | os.PathLike[str]) -> CachePlan:
         if isinstance(error, InvalidArgument):
             raise
         raise InvalidArgument(f"{what}: it is no JSON ({str(error)[:200]}); halfbyte calibrate writes one") from error
-    return _parsed(data, what)
+    result = _parsed(data, what)
+    return replace(result, calibration=str(Path(plan).parent / result.calibration)) if result.calibration else result
 
 
 def _parsed(data: Any, what: str) -> CachePlan:
@@ -145,7 +154,9 @@ def _parsed(data: Any, what: str) -> CachePlan:
     )
     formats, window = _layers(layers, what), (data.get("sink_tokens", 0), data.get("recent_tokens", 0))
     _check_windows(window, formats, what)
-    return CachePlan(ModelSizes(**sizes), formats, float(bits), *window, data.get("measured", {}))
+    calibration = data.get("calibration", "")
+    check(isinstance(calibration, str), f"{what}: calibration={calibration!r}; expected the name of a file")
+    return CachePlan(ModelSizes(**sizes), formats, float(bits), *window, data.get("measured", {}), calibration)
 
 
 def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:

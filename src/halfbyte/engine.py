@@ -144,14 +144,18 @@ def _check_groups(name: str, fmt: Format, dim: int) -> None:
 def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[tuple[PageLayout, bool]]:
     """(page layout, whether keys are stored rotated) of each layer of a cache plan or plan file.
 
-    Raises `Unsupported`, naming the layer, for formats that cannot be stored in pages, and for sink and recent tokens, which
-    belong to a sequence. `plan.check_model` checks that the plan is for the engine's model.
+    Raises `Unsupported`, naming the layer, for formats that cannot be stored in pages, for sink and recent tokens, which belong to
+    a sequence, and for calibrated keys. `plan.check_model` checks that the plan is for the engine's model.
     """
     plan = read_plan(plan)
     if any(plan.exact_tokens((0, 0))):
         raise Unsupported(
             f"plan has sink_tokens={plan.sink_tokens}, recent_tokens={plan.recent_tokens}, which belong to a sequence, and pages "
             f"hold codes alone; calibrate without them"
+        )
+    if plan.calibration:
+        raise Unsupported(
+            f"plan has calibrated keys ({plan.calibration}), and engines have keys and queries of their own; calibrate without"
         )
     layouts = []
     for number, layer in enumerate(plan.layers):

@@ -98,13 +98,13 @@ def is_gguf(folder: str | os.PathLike[str], file: str) -> Unsupported:
     )
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write `text` to `path`, its folder made if it is missing; a reader sees the old file or the whole new one, never a part."""
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write `content` (text as UTF-8) to `path`, its folder made if it is missing; a reader sees the old file or all of the new."""
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _temporary_folder(path) as folder:
             file = folder / path.name
-            file.write_text(text, encoding="utf-8")
+            file.write_bytes(content.encode() if isinstance(content, str) else content)
             _sync(file)
             os.replace(file, path)
     return path
@@ -134,8 +134,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         folder = temporary / path.name
         folder.mkdir()
         yield folder
-        for file in folder.iterdir():
-            _sync(file)
+        for file in folder.rglob("*"):
+            if file.is_file():
+                _sync(file)
         os.rename(folder, path)  # fails if someone made the folder meanwhile and put something in it
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.kernels.append.rotation import launch
-from halfbyte.ops.rotate_heads import rotate_heads
+from halfbyte.kernels.append.rotation import launch, launch_product
+from halfbyte.kv_buffer import HeadNorms, Rope
+from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.transform import TransformCall, transformed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -25,9 +27,33 @@ def test_heads_are_rotated_as_specified(shape: tuple[int, ...], dtype: torch.dty
     assert bool(memory[x.numel() :].isnan().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 6, 5, 80), (3, 2, 7, 96), (2, 8, 19, 128), (1, 2, 11, 256)])
+@pytest.mark.parametrize("first", ["", "rope", "norms"])
+def test_heads_times_a_matrix(shape: tuple[int, ...], dtype: torch.dtype, first: str) -> None:
+    """Heads of keys and of queries, of several a KV head and of one, between rows of NaN; within the rounding of fp32 sums."""
+    b, heads, tokens, dim = shape
+    generator = torch.Generator().manual_seed(dim)
+    whole = torch.full((b, tokens, heads, 2 * dim + 3), torch.nan, dtype=dtype)
+    x = whole[..., 2 : 2 + dim].transpose(1, 2)
+    x.copy_(torch.randn(shape, generator=generator))
+    kv_heads = 2 - heads % 2
+    matrix, center = (torch.randn(kv_heads, *rest, generator=generator) for rest in ((dim, dim), (dim,)))
+    rope = Rope(*torch.randn(2, b, tokens, dim // 2, generator=generator), interleaved=dim == 96) if first else None
+    norms = HeadNorms(*torch.rand(2, dim, generator=generator).to(dtype), 1e-6, "rounded") if first == "norms" else None
+    for call in (TransformCall(x, matrix, center, rope, norms), TransformCall(x, matrix, None, rope, norms, queries=True)):
+        memory = torch.full((x.numel() + 64,), torch.nan, dtype=dtype)
+        out = memory[: x.numel()].view(shape)
+        launch_product(call, out)
+        exact = transformed(call._replace(matrix=matrix.double())).double()
+        rounding = torch.finfo(dtype).eps * exact.abs() + dim * 2.0**-20 * exact.abs().amax()
+        assert bool(((out.double() - exact).abs() <= rounding).all())
+        assert bool(memory[x.numel() :].isnan().all())
+
+
 def test_the_op_takes_the_kernel() -> None:
     strided = torch.randn(2, 3, 4, 64).half()[..., ::2]
-    assert torch.equal(rotate_heads(strided, impl="triton"), rotate_heads(strided, impl="reference"))
+    assert torch.equal(transform_heads(strided, impl="triton"), transform_heads(strided, impl="reference"))
     wide = torch.randn(2, 3, 4, 64, dtype=torch.float64)
-    assert torch.equal(rotate_heads(wide, impl="triton"), rotate(wide))
-    assert rotate_heads(torch.randn(0, 3, 4, 64), impl="triton").shape == (0, 3, 4, 64)
+    assert torch.equal(transform_heads(wide, impl="triton"), rotate(wide))
+    assert transform_heads(torch.randn(0, 3, 4, 64), impl="triton").shape == (0, 3, 4, 64)

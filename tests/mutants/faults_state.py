@@ -257,6 +257,20 @@ STATE = [
         caches("test_which_keys_are_rotated_by_default[int4_channel-False]"),
     ),
     Mutant(
+        "queries of calibrated keys as they are",
+        "hf/attention.py",
+        "attention",
+        Rewrite("_t.of_queries(_q) if _k.rotated is None else _q", "_q"),
+        tests_of("hf/test_hf_calibrated_keys.py")("test_attention_is_the_same_in_float64[llama]"),
+    ),
+    Mutant(
+        "calibrated keys of any model",
+        "calibrated_keys.py",
+        "CalibratedKeys.check_model",
+        Rewrite("not differences and digest", "False"),
+        tests_of("hf/test_hf_calibrated_keys.py")("test_keys_of_another_model_are_refused"),
+    ),
+    Mutant(
         "every layer rotated as the first",
         "hf/quantize_model.py",
         "Quantization._cache_settings",
@@ -267,7 +281,7 @@ STATE = [
         "values rotated by the cache not rotated back",
         "hf/attention.py",
         "_by_token",
-        Rewrite("rotate_heads(_o) if _l.rotate_values else _o", "_o"),
+        Rewrite("transform_heads(_o) if _l.rotate_values else _o", "_o"),
         tests_of("hf/test_hf_value_rotation.py")("test_attention_rotates_its_output_back"),
     ),
     Mutant(

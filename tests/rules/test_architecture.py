@@ -23,7 +23,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     {"cli"},
     {"hf", "vllm", "evals", "doctor", "memory", "precompile", "terminal"},
-    {"engine"},
+    {"engine", "calibrated_keys"},
     {"checkpoints"},
     {"cache", "cache_pickle", "paging", "nn", "experts"},
     {"ops"},

@@ -1,4 +1,4 @@
-"""`halfbyte calibrate`: formats by layer for a size of the cache, chosen by measurement."""
+"""`halfbyte calibrate`: calibrated keys, or formats by layer for a size of the cache, chosen by measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte import settings
-from halfbyte.cli.options import Dtype
+from halfbyte.cli.options import Calibration, Dtype
 from halfbyte.cli.shared import (
     Html,
     Model,
@@ -24,27 +24,37 @@ from halfbyte.cli.shared import (
 from halfbyte.errors import InvalidArgument, check, laboratory
 
 if TYPE_CHECKING:
+    import torch
+
     from halfbyte.evals.calibrate import Calibrated
+    from halfbyte.evals.text import Tokenizer
 
 
 def calibrate(
     model: Model,
-    bits: Annotated[str, typer.Option(help="Size of the cache in bits per element, scales included; several make a plan each.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; several get their size in the file name.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The plan to write (several get their size in their names), or calibrated keys."),
+    ],
+    bits: Annotated[
+        str, typer.Option(help="Size of the cache in bits per element, scales included; several make a plan each. None: keys.")
+    ] = "",
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text that resembles the model's inputs; default: the shipped held-out text.")
     ] = None,
     formats: Annotated[str, typer.Option(help="Formats to choose from, separated by commas; default: all that fit.")] = "",
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 4,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 256,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 16,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens in a window; default: 256, of keys 2048.")] = None,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Tokens fed at a time; default: 16, of keys 256.")] = None,
     sink_tokens: SinkTokens = 0,
     recent_tokens: RecentTokens = 0,
+    calibration: Calibration = None,
     dtype: Dtype = settings.HALVES[0],
     device: Where = None,
     html: Html = None,
 ) -> None:
-    """Choose formats of the KV cache layer by layer: the lowest KL divergence for a number of bits.
+    """Choose formats of the KV cache layer by layer, the lowest KL divergence for a number of bits; or, without --bits, calibrate
+    keys: a center and a matrix by KV head, with which 4-bit and 2-bit keys lose less (--calibration of other commands).
 
     Measures each layer's keys and values in each format, finds the best assignment and compares it with the best uniform choices.
     Measurements are kept next to the plan: an interrupted run resumes, and another size is quick.
@@ -52,21 +62,70 @@ def calibrate(
     from halfbyte.evals.text import check_exact
     from halfbyte.formats import key_format
 
+    check_writable(output, "output")
+    if not bits:
+        options = {
+            "--formats": formats,
+            "--sink-tokens": sink_tokens,
+            "--recent-tokens": recent_tokens,
+            "--html": html,
+            "--calibration": calibration,
+        }
+        names = [option for option, value in options.items() if value]
+        check(not names, f"{', '.join(names)}: about formats by layer; name --bits as well, or leave it out")
+        _keys(model, output, text, (windows, length or 2048, chunk or 256), (device, dtype))
+        return
+    length, chunk = length or 256, chunk or 16
     sizes, exact = _sizes(bits), (sink_tokens, recent_tokens)
     for option, count in (("--sink-tokens", sink_tokens), ("--recent-tokens", recent_tokens)):
         check(count >= 0, f"{option} {count}; expected a number of tokens, 0 or more")
     check_exact(exact, length)
     check_page(html, "html")
-    check_writable(output, "output")
     for name in words(formats):
         key_format(name, "formats")
-    results = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, (device, dtype))
+    keys = "" if calibration is None else str(calibration)
+    results = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, (device, dtype), keys)
     paths = [output if len(sizes) == 1 else output.with_stem(f"{output.stem}-{size:g}") for size in sizes]
     for one, path in zip(results, paths, strict=True):
         one.plan.write(path)
     _show(model, results, paths)
     if html is not None:
         laboratory("evals.pages", "--html").write_calibration(model, results, html)
+
+
+def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int], where: tuple[str | None, str]) -> None:
+    """Calibrate keys and write them. where: the device, and the 16-bit type."""
+    from halfbyte.evals.calibrate_keys import calibrate_keys
+    from halfbyte.evals.model import load
+    from halfbyte.evals.text import read_text
+    from halfbyte.terminal import progress
+
+    content, (count, length, chunk) = read_text(text), cut
+    lm, tokenizer = load(model, *where)
+    ids = _windows(tokenizer, content, length, count)
+    with progress(console(stderr=True)) as bar:
+        task = bar.add_task("reading", total=count * -(-length // chunk))
+        keys = calibrate_keys(lm, ids, chunk, lambda: bar.advance(task))
+    path = keys.write(output)
+    print_table(
+        f"{model}: calibrated keys",
+        ("file", "layers", "tokens", "MB"),
+        [(path.name, f"{len(keys.layers)}", f"{ids.numel():,}", f"{path.stat().st_size / 1e6:.1f}")],
+        text_columns=1,
+    )
+
+
+def _windows(tokenizer: Tokenizer, content: str, length: int, count: int) -> torch.Tensor:
+    """Windows int64 [count, length] of a text, all of them."""
+    from halfbyte.evals.text import windows
+
+    ids = windows(tokenizer.encode(content), length, count, tokenizer.bos)
+    if ids.shape[0] < count:
+        raise InvalidArgument(
+            f"text has {ids.shape[0]} windows of {length} tokens, too short to calibrate on {count}; give a longer one, or fewer "
+            f"--windows"
+        )
+    return ids
 
 
 def _sizes(bits: str) -> list[float]:
@@ -88,30 +147,25 @@ def _calibrated(
     cut: tuple[int, int, int],
     exact: tuple[int, int],
     where: tuple[str | None, str],
+    keys: str,
 ) -> list[Calibrated]:
-    """Load, measure what is not known yet, choose. where: the device, and the 16-bit type."""
+    """Load, measure what is not known yet, choose. where: the device, and the 16-bit type; keys: the file of calibrated ones."""
     from halfbyte.evals import calibrate as steps
     from halfbyte.evals.assignment import candidates
     from halfbyte.evals.model import load
     from halfbyte.evals.text import read_text
-    from halfbyte.evals.text import windows as windows_of
     from halfbyte.terminal import progress
 
     content = read_text(text)
     lm, tokenizer = load(model, *where)
     choices, (count, length, chunk) = candidates(lm, formats, any(exact)), cut
-    ids = windows_of(tokenizer.encode(content), length, count, tokenizer.bos)
-    if ids.shape[0] < count:
-        raise InvalidArgument(
-            f"text has {ids.shape[0]} windows of {length} tokens, too short to calibrate on {count}; give a longer one, or fewer "
-            f"--windows"
-        )
+    ids = _windows(tokenizer, content, length, count)
     steps.check_sizes(lm, choices, sizes)
-    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(lm, ids, chunk, exact))
+    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(lm, ids, chunk, exact, keys))
     layers = steps.sizes_of(lm).layers
     with progress(console(stderr=True)) as bar:
         task = bar.add_task("16-bit run", total=steps.runs(choices, store, layers, sizes))
-        divergence = steps.Divergence(lm, ids, chunk, exact)
+        divergence = steps.Divergence(lm, ids, chunk, exact, keys)
         return steps.calibrate(divergence, choices, store, sizes, lambda what: bar.update(task, advance=1, description=what))
 
 

@@ -206,6 +206,8 @@ def _setting(
     """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded. A plan
     takes the place of the formats of `cache` and, where it has some, of its sink and recent tokens.
     """
+    from halfbyte.calibrated_keys import read_calibration
+    from halfbyte.evals.calibrate import sizes_of
     from halfbyte.evals.quality import Setting
     from halfbyte.formats import key_format
     from halfbyte.hf.model_support import head_dims, text_config
@@ -216,11 +218,15 @@ def _setting(
     keys, values, exact = cache.keys, cache.values, {"sink_tokens": cache.sink_tokens, "recent_tokens": cache.recent_tokens}
     packed = None if weights in ("bf16", dtype) else weights
     if plan is not None:
+        check(cache.calibration is None, "--calibration goes with formats of all layers; leave it out, or --plan")
         config = load_config(resolve_model(model))
         setting = Setting.of_plan(read_plan_of(plan, config), packed, dtype, exact=(cache.sink_tokens, cache.recent_tokens))
         return replace(setting, **of_weights), config  # type: ignore[arg-type]
     setting = Setting(keys, values, packed, dtype=dtype, **exact, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
+    if cache.calibration is not None:
+        read_calibration(cache.calibration).check_model(sizes_of(config), "")
+        setting = replace(setting, calibration=str(cache.calibration))
     layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)
     rotate_keys = rotated(cache.rotate_keys, key_format(keys), head_dims(text_config(config))[0])

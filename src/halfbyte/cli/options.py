@@ -25,6 +25,7 @@ Rotate = Annotated[
     bool | None,
     typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
 ]
+Calibration = Annotated[Path | None, typer.Option(help="Calibrated keys, as halfbyte calibrate writes them without --bits.")]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
 OfHalves = typer.Option("--dtype", help="16-bit type of what is not quantized: bf16 or fp16.", callback=_known_half)
 Dtype = Annotated[str, OfHalves]
@@ -62,6 +63,7 @@ class CacheFormats:
     keys: Keys = settings.KEYS
     values: Values = settings.VALUES
     rotate_keys: Rotate = None
+    calibration: Calibration = None
     skip_layers: Skip = ""
     sink_tokens: SinkTokens = 0
     recent_tokens: RecentTokens = 0

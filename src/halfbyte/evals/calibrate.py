@@ -39,15 +39,18 @@ UNIFORM = 4
 class Divergence:
     """Mean KL divergence, in nats a token, of runs with other caches from the 16-bit run over the same windows, int64 [n, T].
 
-    exact: how many sink and how many recent tokens of a sequence those caches keep in 16 bits.
+    exact: how many sink and how many recent tokens of a sequence those caches keep in 16 bits. calibration: their calibrated keys.
     """
 
-    def __init__(self, model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self, model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0), calibration: str = ""
+    ) -> None:
         from halfbyte.hf.model_support import half_type
 
         check(chunk >= 1, f"chunk={chunk}; expected at least one token")
         check_exact(exact, windows.shape[1])
         self.model, self.windows, self.chunk, self.exact = model, windows.to(model.device), chunk, exact
+        self.calibration = calibration
         self.plain = plain_format(half_type(model)).name
         self._base = list(self._log_probs(keys=self.plain, values=self.plain))
         self._known: dict[tuple[LayerFormats, ...], float] = {}
@@ -58,6 +61,7 @@ class Divergence:
             options: dict[str, Any] = {f.name: [getattr(layer, f.name) for layer in layers] for f in fields(LayerFormats)}
             if any(KV_FORMATS[layer.keys].is_quantized or KV_FORMATS[layer.values].is_quantized for layer in layers):
                 options |= {"sink_tokens": self.exact[0], "recent_tokens": self.exact[1]}
+                options |= {"calibration": self.calibration or None}
             pairs = zip(self._base, self._log_probs(**options), strict=True)
             total = sum(float((p.exp() * (p - q)).sum(dtype=torch.float64)) for p, q in pairs)
             self._known[key] = max(total / self.windows.numel(), 0.0)
@@ -103,8 +107,11 @@ def sensitivity(
 # ------------------------------------------------------------------------------------------------------- the file of measurements
 
 
-def fingerprint(model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    """What measurements depend on: sizes, weights and 16-bit type of the model, the text as it was cut, sink and recent tokens."""
+def fingerprint(
+    model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0), calibration: str = ""
+) -> dict[str, Any]:
+    """What measurements depend on: sizes, weights and 16-bit type of the model, the text as it was cut, sink and recent tokens, the
+    contents of the file of calibrated keys."""
     from halfbyte.hf.model_support import half_type
 
     weights, text = hashlib.sha256(), hashlib.sha256(windows.cpu().numpy().tobytes())
@@ -114,6 +121,8 @@ def fingerprint(model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int,
     cut: dict[str, Any] = {"windows": windows.shape[0], "length": windows.shape[1], "chunk": chunk, "exact": list(exact)}
     if (dtype := plain_format(half_type(model)).name) != HALVES[0]:  # which files that do not say so are of
         cut["dtype"] = dtype
+    if calibration:
+        cut["calibration"] = hashlib.sha256(Path(calibration).read_bytes()).hexdigest()[:16]
     return {"model": asdict(sizes_of(model)), "weights": weights.hexdigest()[:16], "text": text.hexdigest()[:16], **cut}
 
 
@@ -232,5 +241,6 @@ def _plan(
     if uniform:
         alike_bits, alike, alike_kl = min(uniform, key=lambda one: (one[2], one[0]))
         facts["best_uniform"] = {**asdict(alike), "bits": alike_bits, "kl": alike_kl}
-    plan = CachePlan(sizes, winner.layers, 8 * winner.nbytes / elements, *divergence.exact, facts)
+    bits = 8 * winner.nbytes / elements
+    plan = CachePlan(sizes, winner.layers, bits, *divergence.exact, facts, divergence.calibration)
     return Calibrated(plan, tuple(uniform))

@@ -38,7 +38,7 @@ class Setting:
     Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
     values are rotated by the weights or by the cache, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and
     the last tokens of a sequence, which stay in 16 bits. dtype: the 16-bit type of the model, which caches are compared in. own:
-    transformers' own attention over its own cache, in the type that the model computes in.
+    transformers' own attention over its own cache, in the type that the model computes in. calibration: a file of calibrated keys.
     """
 
     keys: str | tuple[str, ...] = "bf16"
@@ -54,6 +54,7 @@ class Setting:
     recent_tokens: int = 0
     dtype: str = "bf16"
     own: bool = False
+    calibration: str | None = None
 
     @classmethod
     def plain(cls, dtype: str, weights: str | None = None) -> Setting:
@@ -75,6 +76,7 @@ class Setting:
             plan=f"plan, {plan.bits:.2f} bits",
             sink_tokens=sinks,
             recent_tokens=recent,
+            calibration=plan.calibration or None,
         )
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class Setting:
 
     def cache_options(self) -> dict[str, Any]:
         """The options of `halfbyte.hf.PackedCache`."""
-        names = ("keys", "values", "rotate_keys", "skip_layers", "sink_tokens", "recent_tokens")
+        names = ("keys", "values", "rotate_keys", "calibration", "skip_layers", "sink_tokens", "recent_tokens")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -118,7 +120,7 @@ class Setting:
         keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
         both = keys if keys == values else f"{keys} / {values}"
         skips = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
-        return both + (" rotated" if self.rotate_keys else "") + suffix + skips
+        return both + " calibrated" * bool(self.calibration) + " rotated" * bool(self.rotate_keys) + suffix + skips
 
     @property
     def name(self) -> str:

@@ -17,12 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from transformers.generation import configuration_utils
 
 from halfbyte.cache import KVCache
+from halfbyte.calibrated_keys import KeyTransform
 from halfbyte.errors import Unsupported, warn_once
 from halfbyte.hf.masks import mask
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
-from halfbyte.ops.rotate_heads import rotate_heads
+from halfbyte.ops.transform_heads import transform_heads
 
 if TYPE_CHECKING:
     from halfbyte.hf.cache_layers import Chunk, Drafts
@@ -66,11 +67,12 @@ class PackedLayerLike(Protocol):
     kv: KVCache | None
     parts: dict[str, Any]
     rotate_values: bool
+    transform: KeyTransform | None
     drafts: Drafts | None
     chunk: Chunk | None
     longest_step: int
     begins: bool
-    calls: list[Any] | None
+    calls: Any
     checks_positions: bool
 
 
@@ -100,8 +102,8 @@ class Handle:
         rotated: torch.Tensor | None = None,
         before: KVCache | None = None,
     ) -> None:
-        """rotated: queries that were rotated by position along with new keys; before: the cache without `new`, where its past is
-        gone by now."""
+        """rotated: queries that were rotated by position, and transformed, along with new keys; before: the cache without `new`,
+        where its past is gone by now."""
         self.layer, self.new, self.which, self.rotated, self.before = layer, new, which, rotated, before
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
@@ -145,6 +147,12 @@ def attention(
             warn_once(_NO_CACHE)
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs), None
     _check_supported(module, kwargs)
+    if (transform := key.layer.transform) is not None:
+        if transform.center is not None and (softcap is not None or s_aux is not None):
+            raise Unsupported(
+                f"{type(module).__name__} has a softcap or sinks, which scores of centered keys do not fit; calibrate this model"
+            )
+        query = transform.of_queries(query) if key.rotated is None else query
     if dropout > 0 and module.training:
         raise Unsupported(
             f"dropout={dropout} while training: a packed cache serves inference; call model.eval(), or pass use_cache=False"
@@ -216,7 +224,7 @@ def _check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None,
 
 def _by_token(out: torch.Tensor, layer: PackedLayerLike) -> torch.Tensor:
     """[B, H, L, D] -> [B, L, H, D] contiguous, rotated back where the layer rotates values."""
-    out = rotate_heads(out) if layer.rotate_values else out
+    out = transform_heads(out) if layer.rotate_values else out
     return out.transpose(1, 2).contiguous()
 
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from halfbyte.arguments import integer
 from halfbyte.cache_options import token_bytes
+from halfbyte.calibrated_keys import Calibration, KeyTransform, digest_of_norms, read_calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
@@ -20,6 +21,7 @@ from halfbyte.hf.model_support import (
     check_model_support,
     half_type,
     head_dims,
+    inner_model,
     kv_heads,
     layer_formats,
     layer_rotations,
@@ -27,6 +29,7 @@ from halfbyte.hf.model_support import (
     layer_types,
     layer_window,
     layer_windows,
+    model_sizes,
     text_config,
 )
 from halfbyte.plans import GPU_LEVELS
@@ -56,6 +59,8 @@ class PackedCache(Cache):  # type: ignore[misc]
                       `halfbyte.KVCache` does by default
     rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches per
                       layer. For models whose v_proj and o_proj cannot take the rotation (`halfbyte.hf.quantize`)
+    calibration       calibrated keys, or their file by `halfbyte calibrate`: quantized keys are centered and multiplied by a matrix
+                      of their KV head before they are rotated and stored; two small launches per layer
     sink_tokens       the first tokens of a sequence that stay in 16 bits; left padding counts as tokens
     recent_tokens     the last tokens of a sequence that stay in 16 bits
     skip_layers       layers that keep 16 bits; negative numbers count from the end
@@ -78,6 +83,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         values: str | Sequence[str] = "int4_g32",
         rotate_keys: bool | Sequence[bool] | None = None,
         rotate_values: bool = False,
+        calibration: Calibration | None = None,
         sink_tokens: int = 0,
         recent_tokens: int = 0,
         skip_layers: Iterable[int] = (),
@@ -92,13 +98,14 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
         sliding = [layer_window(config, layer) for layer in range(len(formats))]
-        layers = zip(layer_types(config), formats, rotations, windows, sliding, layer_scales(config, formats), strict=True)
+        scales, transforms = layer_scales(config, formats), layer_transforms(model_or_config, calibration, len(formats))
+        layers = zip(layer_types(config), formats, rotations, windows, sliding, scales, transforms, strict=True)
         for layer in range(len(formats)):
             check_rotation(rotate_values, head_dims(config, layer)[1], "rotate_values")
         states = int(getattr(config, "number_of_conv_states", 1))
         cache_layers = [
-            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, width, scales)
-            for kind, (k, v), is_rotated, window, width, scales in layers
+            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, *rest)
+            for kind, (k, v), is_rotated, window, *rest in layers
         ]
         super().__init__(layers=cache_layers)
         self._packed = [number for number, layer in enumerate(cache_layers) if isinstance(layer, PackedLayer)]
@@ -290,6 +297,16 @@ def _check_capacity(capacity: int) -> None:
 
 def _whole_buckets(capacity: int) -> int:
     return -(-capacity // BUCKET) * BUCKET
+
+
+def layer_transforms(model_or_config: Any, calibration: Calibration | None, layers: int) -> tuple[KeyTransform | None, ...]:
+    """The transform of keys of each layer; raises for the calibration of another model."""
+    if calibration is None:
+        return (None,) * layers
+    keys, is_model = read_calibration(calibration), isinstance(model_or_config, torch.nn.Module)
+    digest = digest_of_norms(inner_model(model_or_config)) if is_model else ""
+    keys.check_model(model_sizes(text_config(model_or_config)), digest)
+    return keys.layers
 
 
 def check_attention(model_or_config: Any) -> None:

@@ -20,13 +20,14 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.cache import KVCache
+from halfbyte.calibrated_keys import KeyTransform
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import Format
 from halfbyte.hf.attention import NO_DRAFTS, Handle
 from halfbyte.hf.masks import PACKED
 from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import APPEND, append_of_parts
-from halfbyte.ops.rotate_heads import rotate_heads
+from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.paging import SPARE, WindowKVCache
 
 #: A layer with a state and no attention.
@@ -52,19 +53,23 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         rotate_values: bool = False,
         sliding: int | None = None,
         scales: Sequence[float | None] = (None, None),
+        transform: KeyTransform | None = None,
     ) -> None:
         """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are.
 
         `sliding`: the window of attention, whose tokens are kept; all, where one measured scale is of the first tokens appended.
-        `scales`: fixed ones of keys and of values as a model computes them, before a rotation; None: measured.
+        `scales`: fixed ones of keys and of values as a model computes them, before these are changed; None: measured.
+        `transform`: of quantized keys before they are stored; attention takes that of queries.
         """
         super().__init__()
         self.sliding = None if "tensor" in (keys.granularity, values.granularity) else sliding
         self.rotate_values = rotate_values and values.is_quantized
+        #: As it is given, and on the device.
+        self.calibrated = self.transform = transform if keys.is_quantized else None
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
-        rotations = rotate_keys, self.rotate_values
+        rotations = rotate_keys or self.transform is not None, self.rotate_values
         self.scales = [None if is_rotated else scale for scale, is_rotated in zip(scales, rotations, strict=True)]
         #: Whether `generate()` may record steps in CUDA graphs.
         self.records = True
@@ -77,8 +82,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.longest_step = 1
         #: Within a recorded step with drafts: where its tokens stand.
         self.chunk: Chunk | None = None
-        #: While a model's structure is read (`block_structure.py`): what attention is given.
-        self.calls: list[Any] | None = None
+        #: While a model's structure is read (`block_structure.py`), or keys are calibrated: a list of what attention is given.
+        self.calls: Any = None
         #: Whether attention checks that a row is one text; one layer of a cache does.
         self.checks_positions = False
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
@@ -96,7 +101,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def kinds(self) -> str:
         """Formats of keys and values as they are printed: "int4 rotated/int4"."""
         keys, values = self.key_format.name, self.value_format.name
-        return f"{keys}{' rotated' * self.rotate_keys}/{values}{' rotated' * self.rotate_values}"
+        keys += " calibrated" * (self.transform is not None) + " rotated" * self.rotate_keys
+        return f"{keys}/{values}{' rotated' * self.rotate_values}"
 
     @property
     def batch_size(self) -> int:
@@ -112,6 +118,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, _, dim = key_states.shape
+        if self.transform is not None:
+            self.transform = self.transform.like(key_states)
         kind: Any = KVCache if self.sliding is None else partial(WindowKVCache, window=self.sliding)
         kv = kind(
             batch,
@@ -149,13 +157,20 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
         """Append k, v [B, H, L, D] and return handles that only the attention function can open.
 
-        rope=, q=, norms=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated. Where values are
-        rotated, their handle holds them so, and attention rotates its output back.
+        rope=, q=, norms=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated. Where keys are
+        transformed or values rotated, their handles hold them so; attention, or this with q, transforms queries to match, and
+        attention rotates its output back.
         """
         if self.rotate_values:
-            value_states = rotate_heads(value_states)
+            value_states = transform_heads(value_states)
         if not self.parts:
             self.lazy_initialization(key_states, value_states)
+        of_positions = {x: kwargs.get(x) for x in ("rope", "q", "norms")}
+        if self.transform is not None:
+            rope, q, norms = of_positions.values()
+            key_states = self.transform.of_keys(key_states, rope, norms)
+            query = None if q is None else self.transform.of_queries(q, rope, norms)
+            of_positions = {}
         kv = cast(KVCache, self.kv)
         rotated = before = None
         if self.sliding is not None and key_states.shape[2] > SPARE:
@@ -168,7 +183,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.forget_length_bound()
         elif self.drafts is None:  # else attention appends
             counts = None if self.chunk is None else self.chunk.counts
-            rotated = kv.append(key_states, value_states, counts, **{x: kwargs.get(x) for x in ("rope", "q", "norms")})
+            rotated = kv.append(key_states, value_states, counts, **of_positions)
+        rotated = rotated if self.transform is None else query
         return Handle(self, key_states, "keys", rotated, before), Handle(self, value_states, "values")
 
     def _past(self, kv: KVCache) -> KVCache | None:

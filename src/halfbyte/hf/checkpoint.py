@@ -19,6 +19,7 @@ from halfbyte.checkpoints.layer import Expanded
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.formats import weight_format
+from halfbyte.hf.default_cache import CALIBRATION, cache_settings
 from halfbyte.hf.external import DRAFTS, ExternalCheckpoint, from_state
 from halfbyte.hf.model_support import model_class, read_config
 from halfbyte.hf.quantization_config import check_options
@@ -70,6 +71,9 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
         except SafetensorError as error:  # which has no number of the system's error
             full = "No space left" in str(error)
             raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+        settings = cache_settings(model)
+        if settings is not None and settings.calibration is not None:
+            settings.calibration.write(temporary / CALIBRATION)
         if source is not None:
             _copy_tokenizer(source, temporary)
     return target

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.utils import cached_file
 
+from halfbyte.calibrated_keys import CalibratedKeys, read_calibration
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
@@ -26,7 +28,9 @@ from halfbyte.hf.quantization_config import HalfbyteConfig
 #: The entry of config.json that holds the settings.
 SAVED = "halfbyte_cache"
 #: What files of earlier versions do not say.
-_NEW = {"sink_tokens", "recent_tokens", "rotate_values"}
+_NEW = {"sink_tokens", "recent_tokens", "rotate_values", "calibration"}
+#: Where a saved folder holds calibrated keys: not among the weights, which other loaders read from every file there.
+CALIBRATION = "calibration/keys.safetensors"
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,22 @@ class CacheSettings:
     sink_tokens: int = 0
     recent_tokens: int = 0
     rotate_values: bool = False
+    calibration: CalibratedKeys | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """By name, as `halfbyte.hf.quantize` takes them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def saved(self) -> dict[str, Any]:
+        """What config.json holds: of calibrated keys, the name of their file, which `halfbyte.hf.save` writes."""
+        options = {name: x for name, x in self.options.items() if name != "calibration"}
+        return options if self.calibration is None else {**options, "calibration": CALIBRATION}
 
     def make(self, model: Any, capacity: int) -> PackedCache:
         """A cache for `model`, with room for its sink and recent tokens at least."""
         capacity = max(capacity, self.sink_tokens + self.recent_tokens)
-        return PackedCache(model, capacity, **{f.name: getattr(self, f.name) for f in fields(self)})
+        return PackedCache(model, capacity, **self.options)
 
 
 class Replaced:
@@ -293,20 +308,32 @@ def _beyond(generation_config: Any, mode: Any) -> int:
 
 
 def saved_settings(config: Any) -> CacheSettings | None:
-    """What a configuration from a file says about the cache; None when it says nothing. Formats are checked where they are used."""
+    """What a configuration from a file says about the cache, calibrated keys read from the folder that it came from; None when it
+    says nothing. Formats are checked where they are used."""
     section, names = getattr(config, SAVED, None), {f.name for f in fields(CacheSettings)}
     if section is None:
         return None
     if not isinstance(section, dict) or not names - _NEW <= section.keys() <= names:
         raise CheckpointError(f"config.json has {SAVED}={str(section)[:100]}; expected an object with {', '.join(sorted(names))}")
     options: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in section.items()}
+    if options.get("calibration") is not None:
+        options["calibration"] = _saved_calibration(config.name_or_path)
     return CacheSettings(**options)
+
+
+def _saved_calibration(folder_or_id: str) -> CalibratedKeys:
+    try:
+        return read_calibration(str(cached_file(folder_or_id, CALIBRATION)))
+    except (OSError, InvalidArgument) as error:
+        raise CheckpointError(
+            f"{folder_or_id}: config.json has calibrated keys; save folders with halfbyte.hf.save: {error}"
+        ) from error
 
 
 def use_packed_cache(model: Any, settings: CacheSettings) -> None:
     """Give a model halfbyte's attention and let `generate()` make packed caches. The settings are saved with the model."""
     model.set_attn_implementation(NAME)
-    setattr(model.config, SAVED, asdict(settings))
+    setattr(model.config, SAVED, settings.saved())
     if getattr(model.config, "quantization_config", None) is None:
         model.config.quantization_config = HalfbyteConfig()  # so that transformers looks for halfbyte, which restores the settings
     make_default(model, settings)

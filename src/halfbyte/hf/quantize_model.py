@@ -16,9 +16,11 @@ from torch import nn
 from transformers.utils import logging
 
 from halfbyte.cache_plan import CachePlan, read_plan
+from halfbyte.calibrated_keys import Calibration, read_calibration
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
 from halfbyte.hf.attention_weights import check_key_bias, check_value_rotation, layers_to_rotate, rotate_values_of
+from halfbyte.hf.cache import layer_transforms
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.model_support import (
     Decoder,
@@ -111,6 +113,7 @@ def quantize(
     *,
     plan: CachePlan | str | os.PathLike[str] | None = None,
     rotate_keys: bool | Sequence[bool] | None = None,
+    calibration: Calibration | None = None,
     sink_tokens: int = 0,
     recent_tokens: int = 0,
     rotate_values: bool = False,
@@ -132,6 +135,8 @@ def quantize(
     plan           instead of keys and values: a cache plan or its file (`halfbyte calibrate` writes one), with its sink and recent
                    tokens, if any
     rotate_keys    Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
+    calibration    calibrated keys, or their file by `halfbyte calibrate`: quantized keys are centered and multiplied by a matrix of
+                   their KV head before they are stored, with the least loss together with sink_tokens=4. Saved with the model
     sink_tokens    the first tokens of a sequence that stay in 16 bits, keys and values; left padding counts as tokens
     recent_tokens  the last tokens of a sequence that stay in 16 bits
     rotate_values  fold a Hadamard rotation of values into v_proj and o_proj before they are quantized: the same model up to the
@@ -197,7 +202,7 @@ class Quantization:
         self.rotated: list[tuple[nn.Linear, nn.Linear]] = []
         if options["rotate_values"]:
             self._rotate_values(loading)
-        if self.cache is not None:
+        if self.cache is not None and self.cache.calibration is None:  # which centers keys
             check_key_bias(self.decoder, self.keys, self.rotations)
 
     def defaults(self) -> str:
@@ -278,24 +283,28 @@ class Quantization:
     def _cache_settings(self) -> CacheSettings | None:
         """Checked settings of the cache; sets the formats of keys, and whether they are rotated, of every layer."""
         keys, values, plan, rotate, skips = (self.options[x] for x in ("keys", "values", "plan", "rotate_keys", "skip_layers"))
-        window = (self.options["sink_tokens"], self.options["recent_tokens"])
+        window, calibration = (self.options["sink_tokens"], self.options["recent_tokens"]), self.options["calibration"]
         if keys is values is plan is None:
             check(
-                not (rotate or skips) and window == (0, 0),
-                "rotate_keys, sink_tokens, recent_tokens and skip_layers are about the KV cache; name keys= or values= as well",
+                not (rotate or skips) and window == (0, 0) and calibration is None,
+                "rotate_keys, calibration, sink_tokens, recent_tokens and skip_layers are about the KV cache; name keys= or "
+                "values= as well",
             )
             return None
         check_model_support(self.model)
         half = half_type(self.model)
         if plan is not None:
-            fits = keys is values is None and not (rotate or skips)
-            check(fits, "plan sets formats, rotation and layers; leave these options out")
+            fits = keys is values is calibration is None and not (rotate or skips)
+            check(fits, "plan sets formats, rotation, calibration and layers; leave these options out")
             plan = read_plan(plan)
             plan.check_model(model_sizes(self.decoder.config))
             window = plan.exact_tokens(window)
-            keys, values, rotate = plan.keys, plan.values, plan.rotate_keys
+            keys, values, rotate, calibration = plan.keys, plan.values, plan.rotate_keys, plan.calibration or None
         plain = "fp16" if half is torch.float16 else "bf16"
         settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skips, *window)
+        if calibration is not None:
+            settings = replace(settings, calibration=read_calibration(calibration))
+            layer_transforms(self.model, settings.calibration, len(self.decoder.blocks))
         formats = layer_formats(self.decoder.config, settings.keys, settings.values, skips, half)
         layer_windows(window, formats)
         self.keys = [key for key, _ in formats]

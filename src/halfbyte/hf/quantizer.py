@@ -14,7 +14,6 @@ replaced as soon as its weight has arrived, so the model is never whole in 16 bi
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -237,7 +236,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                     check_perm(f"{name}.weight_perm", weight.perm)
         if (settings := saved_settings(model.config)) is not None:
             try:
-                quantize(model, **asdict(settings))
+                quantize(model, **settings.options)
             except InvalidArgument as error:
                 raise CheckpointError(f"config.json has settings of the cache that do not fit: {error}") from error
         return model

@@ -298,10 +298,10 @@ def roomy(capacity: int) -> int:
 def _key(model: Any, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ...]:
     """What a step depends on: batch size, the cache's layout, the mode of its memory, and, last, where the weights lie.
 
-    The batch size is exact: another one may have other plans, and with them other rounding. What was made in
-    `torch.inference_mode` is read-only outside of it, states that transformers allocates included.
+    The batch size is exact: another one may have other plans, and with them other rounding. The ids are of objects that the cache
+    of a step holds. What was made in `torch.inference_mode` is read-only outside of it, states of transformers included.
     """
-    layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.packed)
+    layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens, id(layer.calibrated)) for layer in cache.packed)
     return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), weight_addresses(model)
 
 

@@ -16,7 +16,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "merge_states": ("triton", "reference"),
     "append": ("triton", "reference"),
     "unpack_pages": ("triton", "reference"),
-    "rotate_heads": ("triton", "reference"),
+    "transform_heads": ("triton", "reference"),
     "linear": ("gluon", "triton", "cpu", "reference"),
     "qkv_projection": ("gluon", "triton", "cpu", "reference"),
     "experts_linear": ("gluon", "triton", "cpu", "reference"),

@@ -109,8 +109,7 @@ def append_plan(
     bits. `rotary`: of `Head`, and whether interleaved. `advance`: if a sequence has one program. `norm`: its kind and eps."""
     (dim, value_dim), (keys, values) = dims, (kv_codec(KV_FORMATS[name]) for name in formats)
     count, some, passes, warps = _tiling(heads, tokens, max(map(_row, dims)))
-    tiles, half, block = -(-tokens // count), rotary[0] // 2, dim & -dim
-    head = Head(dim, _row(dim), *rotary, max(1, min(16, half & -half)), norm=norm[0], eps=norm[1])
+    tiles, block, head = -(-tokens // count), dim & -dim, head_of(dim, rotary, norm)
     q = replace(head, queries=bool(norm[0]))
     k = replace(head, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else head
     v = Head(value_dim, _row(value_dim))
@@ -118,6 +117,12 @@ def append_plan(
     spec = AppendSpec(keys, values, k, v, q, count, some, passes, page, advance and tiles == 1, use_pdl, *window, through)
     blocks = -(-(keys.block - 1 + tokens) // keys.block) if keys.block else 0
     return AppendPlan(spec, tiles, blocks, warps, _warps(keys.block * k.padded, 256, 8))
+
+
+def head_of(dim: int, rotary: tuple[int, bool], norm: tuple[str, float]) -> Head:
+    """A head that is rotated by position and normalized like this."""
+    half = rotary[0] // 2
+    return Head(dim, _row(dim), *rotary, max(1, min(16, half & -half)), norm=norm[0], eps=norm[1])
 
 
 def _tiling(heads: int, tokens: int, row: int) -> tuple[int, int, int, int]:
