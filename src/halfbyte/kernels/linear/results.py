@@ -149,11 +149,21 @@ def _write_gated(v, tile, M, weights, S: gl.constexpr, C: gl.constexpr):
     has_bias: gl.constexpr = weights.biases[0] is not None
     gate = _scaled(gate, n, N, weights.scales[0], weights.biases[0], weights.factors[0], has_bias, S, C).to(half).to(gl.float32)
     up = _scaled(up, n, N, weights.scales[1], weights.biases[1], weights.factors[1], has_bias, S, C).to(half).to(gl.float32)
-    exponent = gate
-    if C.epilogue.activation.kind == "gelu_tanh":
-        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    gate = (gate / (1.0 + gl.exp(-exponent))).to(half).to(gl.float32)
+    A: gl.constexpr = C.epilogue.activation  # by a name: Triton 3.6 does not pass it on otherwise
+    gate = _activation(gate, A).to(half).to(gl.float32)
     gl.store(out + (m.to(gl.int64) * N + n), (gate * up).to(half), mask=(m < M) & (n < N))
+
+
+@gluon.jit
+def _activation(x, A: gl.constexpr):
+    """f(x) of an `Activation`."""
+    if A.kind == "silu":
+        x = x / (1.0 + gl.exp(-A.alpha * x))
+    elif A.kind == "gelu_tanh":
+        x = x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        x = x * 0.5 * (1.0 + gl.erf(x * 0.7071067811865476))
+    return x
 
 
 @gluon.jit
@@ -199,13 +209,7 @@ def activated(y, C: gl.constexpr):
             # Comparisons, which let NaN through.
             gate = gl.where(gate > A.limit, A.limit, gate)
             up = gl.where(up > A.limit, A.limit, gl.where(up < -A.limit, -A.limit, up))
-        if A.kind == "silu":
-            gate = gate / (1.0 + gl.exp(-A.alpha * gate))
-        elif A.kind == "gelu_tanh":
-            gate = gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-        else:
-            gate = gate * 0.5 * (1.0 + gl.erf(gate * 0.7071067811865476))
-        y = gate * (up + A.shift)
+        y = _activation(gate, A) * (up + A.shift)
     return y
 
 
