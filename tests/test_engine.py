@@ -246,7 +246,7 @@ def test_a_refused_append_by_slot_changes_nothing() -> None:
         ({"keys": torch.zeros(3)}, InvalidArgument, "keys is a Tensor; expected a KVBuffer"),
         ({"keys": new_kv_buffer(key_format("int8_channel"), (12, 2, 32, 64), (1, 2, 32, 64), torch.bfloat16, "cpu")}, Unsupported,
          "int8_channel keys keep a tail for each sequence"),
-        ({"impl": "cpu"}, InvalidArgument, "impl='cpu' does not exist for append"),
+        ({"impl": "gluon"}, InvalidArgument, "impl='gluon' does not exist for append"),
     ],
 )  # fmt: skip
 def test_appends_by_slot_that_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:

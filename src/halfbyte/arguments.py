@@ -38,7 +38,9 @@ def check_tensor(
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
     # Messages are built only when raised: this runs once per layer and step, and formatting would dominate.
-    fits = t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
+    fits = t.shape == shape or (
+        t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
+    )
     if not fits:
         raise InvalidArgument(f"{name} has shape {list(t.shape)}; expected [{', '.join(map(str, shape))}]")
     right = t.dtype in _INTEGERS if kind == "integer" else t.is_floating_point() and t.dtype.itemsize > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any, Self, TypeVar
@@ -74,7 +75,8 @@ class QuantLayer(nn.Module):
         if bias is not None:
             check(bias.shape == weight.shape[:-1], f"bias has shape {list(bias.shape)}; the weight has {list(weight.shape)}")
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-        self._weight: QuantTensor | None = None
+        #: The weight, and the parameters that it was made of.
+        self._weight: tuple[QuantTensor, list[nn.Parameter | None]] | None = None
 
     @classmethod
     def empty(
@@ -97,13 +99,14 @@ class QuantLayer(nn.Module):
 
         Cached until a parameter is replaced, so that a decode step does not check shapes again.
         """
+        own, known = self._parameters, self._weight
+        if known is not None and len(known[1]) == len(own) and all(map(operator.is_, known[1], own.values())):
+            return known[0]
         parts = {name: local_shard(part) for name, part in self._parts().items()}
-        tensor = self._weight
-        if tensor is None or any(getattr(tensor, name) is not part for name, part in parts.items()):
-            *rows, width = parts["codes"].shape
-            tensor = LayerWeight(self.format, (*rows, width * self.format.code.per_byte), **parts)
-            if not torch.compiler.is_compiling():
-                self._weight = None if self._offloaded() else tensor
+        *rows, width = parts["codes"].shape
+        tensor = LayerWeight(self.format, (*rows, width * self.format.code.per_byte), **parts)
+        if not torch.compiler.is_compiling():
+            self._weight = None if self._offloaded() else (tensor, [*own.values()])
         return tensor
 
     def _offloaded(self) -> bool:

@@ -18,6 +18,7 @@ KV_BUFFER = "kv_buffer.py"
 
 caches = tests_of("test_cache.py")
 self_check = tests_of("test_self_check.py")
+stores = tests_of("test_cpu_append.py")
 attention = tests_of("test_attention_reference.py")
 plans = tests_of("test_plans.py")
 pages = tests_of("test_paging.py")
@@ -79,7 +80,7 @@ STATE = [
         APPEND,
         "check_capacity",
         Rewrite("_a > _b", "_a >= _b"),
-        caches("test_an_append_past_the_capacity_changes_nothing"),
+        stores("test_bits_are_those_of_the_reference"),
     ),
     Mutant(
         "keys written before values are checked",
@@ -93,21 +94,21 @@ STATE = [
         APPEND,
         "append_",
         Rewrite("_x.masked_fill(~_m, 0)", "_x * 1"),
-        caches("test_counts_store_what_each_sequence_alone_would"),
+        stores("test_bits_are_those_of_the_reference"),
     ),
     Mutant(
         "the scale of a tensor follows the data",
         APPEND,
         "_fixed_scale",
         Rewrite("torch.where(_s == 0, _m * _p, _s)", "_m"),
-        caches("test_the_per_tensor_scale_is_measured_once"),
+        stores("test_bits_are_those_of_the_reference"),
     ),
     Mutant(
         "blocks quantized from unrounded keys",
         APPEND,
         "_whole_blocks",
         Rewrite("_x.to(_b.tail.dtype)", "_x.float()"),
-        caches("test_any_cut_stores_the_same_bits"),
+        stores("test_bits_are_those_of_the_reference"),
     ),
     Mutant(
         "the block is not brought back by crop",

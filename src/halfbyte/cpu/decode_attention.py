@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from halfbyte.cpu import attention_codes
-from halfbyte.cpu.attention_codes import broadcast_scales, reads_codes
+from halfbyte.cpu.attention_codes import reads_codes
 from halfbyte.cpu.codes import unpack_into
+from halfbyte.cpu.sides import broadcast_scales
 from halfbyte.device import SPINNING
 from halfbyte.formats import Format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer

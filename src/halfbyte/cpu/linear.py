@@ -14,13 +14,14 @@ has a mean.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from halfbyte.cpu.codes import unpack_into
+from halfbyte.cpu.derived import Derived
 from halfbyte.cpu.threads import compiler_works, over_rows
 from halfbyte.device import SPINNING
 from halfbyte.formats import Code, Format
@@ -62,11 +63,28 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     """x [..., K] times the rows of `weight` [N, K], plus bias [N]: [..., N] in x's dtype."""
     features, width = weight.shape
     rows = x.reshape(x.shape[:-1].numel(), width)  # [M, K]; either may be 0
-    if not (_fits_tiles(rows, features, weight.format.code) or _multiplies_bf16(rows, bias)):
+    if _fits_tiles(rows, features, weight.format.code):
+        return by_tiles(x, tile_rows(x), weight, bias)
+    if not _multiplies_bf16(rows, bias):
         rows = rows.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
     if weight.perm is not None:
         rows = rows.index_select(1, weight.perm)  # the columns of x in the order of the stored ones
-    return product(rows, matrix(weight, rows.dtype), bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
+    return product(rows, weight, bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
+
+
+def in_tiles(x: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
+    """Whether x [..., K] is multiplied in tiles of each of these weights [N, K]."""
+    if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.ndim:
+        return False
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x
+    return all(
+        isinstance(w, QuantTensor)
+        and len(w.shape) == 2
+        and w.shape[1] == x.shape[-1]
+        and w.codes.is_cpu
+        and _fits_tiles(rows, w.shape[0], w.format.code)
+        for w in weights
+    )
 
 
 def _fits_tiles(rows: torch.Tensor, features: int, code: Code) -> bool:
@@ -100,19 +118,17 @@ def _has_bf16() -> bool:
     return any(facts.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def product(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+def product(rows: torch.Tensor, weight: QuantTensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """[N, M] of rows [M, K], in fp32 or float64 as they are, or by the GEMM of bf16 rounded to it; bias [N]."""
-    if _fits_tiles(rows, len(weight.codes), weight.format.code):
-        return _plus(_by_tiles(rows, weight), bias)
     is_compiled = _is_compiled(rows)
     if is_compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
-        return _plus(_by_codes(rows, weight), bias)
+        return _plus(_by_codes(rows, _compiled(weight)), bias)
     if rows.is_cpu:
         SPINNING.step()
-    decode = _Compiled(weight) if is_compiled else _Torch(weight, rows.dtype)
+    decode = _compiled(weight) if is_compiled else _Torch(_whole(weight, rows.dtype), rows.dtype)
+    features = len(weight.codes)
     if rows.dtype is torch.bfloat16:
-        return _by_bf16(rows, weight, bias, decode)
-    features = weight.codes.shape[0]
+        return _by_bf16(rows, features, bias, decode)
     y = rows.new_empty(features, rows.shape[0])  # [N, M]: a block's rows are in one piece, and the product is faster so
     columns = decode.columns(rows).mT
     for lo, block in _blocks(rows, features, BLOCK):
@@ -121,9 +137,12 @@ def product(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> to
     return _plus(decode.scaled(y), bias)
 
 
-def _by_bf16(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, decode: _Compiled | _Torch) -> torch.Tensor:
+def _whole(weight: QuantTensor | Matrix, dtype: torch.dtype) -> Matrix:
+    return weight if isinstance(weight, Matrix) else matrix(weight, dtype)
+
+
+def _by_bf16(rows: torch.Tensor, features: int, bias: torch.Tensor | None, decode: _Compiled | _Torch) -> torch.Tensor:
     """`product` of bf16, in the order that torch has a fast GEMM for."""
-    features = weight.codes.shape[0]
     y = rows.new_empty(rows.shape[0], features)
     x = decode.columns(rows)
     for lo, block in _blocks(rows, features, BLOCK_BF16):
@@ -133,35 +152,36 @@ def _by_bf16(rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, deco
     return y.mT
 
 
-def _by_codes(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
+def _by_codes(rows: torch.Tensor, weight: _Compiled) -> torch.Tensor:
     """`product` without a bias, without decoding anything to memory."""
     from halfbyte.cpu.compiled.linear import products
 
-    decode = _Compiled(weight)
-    y = rows.new_empty(len(weight.codes), len(rows))
-    x = decode.columns(rows.detach()).contiguous()
-    over_rows(products, len(y), y.numel() * rows.shape[1], *decode.arrays(), x.numpy(), y.numpy())
-    return decode.scaled(y)
+    y = rows.new_empty(weight.features, len(rows))
+    x = weight.columns(rows.detach()).contiguous()
+    over_rows(products, len(y), y.numel() * rows.shape[1], *weight.arrays(), x.numpy(), y.numpy())
+    return weight.scaled(y)
 
 
-def _by_tiles(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
-    """The same of a bf16 x with at most `TILE_M` rows."""
+def tile_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] in bf16 as tiles take it: int32 [M, K / 2], pairs of numbers."""
+    rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    return (rows if rows.data_ptr() % 4 == 0 and rows.storage_offset() % 2 == 0 else rows.clone()).view(torch.int32)
+
+
+def by_tiles(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of a bf16 x with at most `TILE_M` rows, which are `rows`, too."""
     from halfbyte.cpu.compiled.tiles import loop_for
 
-    (count, width), features, decode = rows.shape, len(weight.codes), _Compiled(weight)
-    codes, _, scales, scale_table, zeros = decode.arrays()
-    group = width // scales.shape[-1]
-    piece = next(size for size in (128, 96, 64, 32, 16) if group % size == 0)
-    x = rows.detach().contiguous()
-    x = (x if x.data_ptr() % 4 == 0 and x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)  # pairs of numbers
-    y = torch.empty(1 << (count - 1).bit_length(), features)
-    loop = loop_for(len(y), piece == 16)
-    table = _bf16_table(weight.format.code) if decode.nibbles else None
+    if weight.perm is not None:
+        rows = tile_rows(x.reshape(-1, x.shape[-1]).index_select(1, weight.perm))
+    own, (count, pairs) = _compiled(weight), rows.shape
+    y = np.empty((1 << (count - 1).bit_length(), own.features), np.float32)
+    loop = loop_for(len(y), own.piece == 16)
     # A code takes a quarter of the time that it takes elsewhere.
-    steps = y.numel() * width // 4
-    arrays = (codes, table, scales, scale_table, zeros, x.numpy(), y.numpy())
-    over_rows(loop, -(-features // 16), steps, *arrays, width // piece)
-    return decode.scaled(y[:count].mT)
+    over_rows(loop, -(-own.features // 16), y.size * pairs // 2, *own.tiles, rows.numpy(), y, 2 * pairs // own.piece)
+    sums = torch.from_numpy(y[:count])
+    own.scaled(sums.mT)
+    return (sums if bias is None else sums.add_(bias)).to(x.dtype).view(*x.shape[:-1], own.features)
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -204,7 +224,7 @@ class _Compiled:
     def __init__(self, weight: Matrix) -> None:
         assert weight.scales is not None
         code, scales = weight.format.code, weight.scales
-        self.nibbles, self.tensor_scale = code.per_byte == 2, weight.tensor_scale
+        self.features, self.nibbles, self.tensor_scale = len(weight.codes), code.per_byte == 2, weight.tensor_scale
         floats = scales.is_floating_point()
         by_byte = None if floats else _scale_table(weight.format)
         if by_byte is not None and self.tensor_scale is not None and self.tensor_scale.numel() == 1:
@@ -213,6 +233,11 @@ class _Compiled:
         if floats:
             scales = scales.view(torch.uint16) if scales.dtype is torch.float16 else scales.float()
         self.parts = tuple(None if part is None else part.detach().contiguous() for part in (weight.codes, scales, weight.offsets))
+        group = weight.codes.shape[1] * code.per_byte // scales.shape[-1]
+        #: Of tiles: columns of a piece, and the arrays of all rows.
+        self.piece = next((size for size in (128, 96, 64, 32, 16) if group % size == 0), 0)
+        codes, _, *rest = self.arrays()
+        self.tiles = codes, _bf16_table(code) if self.nibbles else None, *rest
 
     def arrays(self, lo: int = 0, hi: int | None = None) -> list[Any]:
         """Arguments of a loop: the arrays of rows lo to hi."""
@@ -233,6 +258,17 @@ class _Compiled:
     def scaled(self, y: torch.Tensor) -> torch.Tensor:
         """y [N, M] with what `into` left out."""
         return y if self.tensor_scale is None else y.mul_(self.tensor_scale.unsqueeze(-1))
+
+
+def _compiled(weight: QuantTensor | Matrix) -> _Compiled:
+    """A weight for compiled loops. Made once for a layer, unless its scales are nested: decoded ones would stay in memory."""
+    if isinstance(weight, Matrix) or weight.nested is not None:
+        return _Compiled(_whole(weight, torch.float32))
+    parts = [t for t in (weight.codes, weight.scales, weight.offsets, weight.tensor_scale) if t is not None]
+    return _of_layers(weight, parts, copies=weight.tensor_scale is not None or not all(map(torch.Tensor.is_contiguous, parts)))
+
+
+_of_layers = Derived(lambda weight: _Compiled(matrix(weight, torch.float32)))
 
 
 @functools.cache

@@ -48,6 +48,9 @@ def compiler_works() -> bool:
 def over_rows(loop: Callable[..., None], rows: int, steps: int, *args: object) -> None:
     """Call loop(*args, first, last) for parts of `rows` rows, on as many threads as torch may use and `steps` are worth."""
     count = max(1, min(torch.get_num_threads(), rows, steps // STEPS))
+    if count == 1:
+        loop(*args, 0, rows)
+        return
     edges = [rows * i // count for i in range(count + 1)]
     own, *others = itertools.pairwise(edges)
     futures = [_pool().submit(loop, *args, *part) for part in others]

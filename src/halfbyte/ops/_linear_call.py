@@ -45,7 +45,7 @@ def _check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, weig
     check(len(weight.shape) == 2, f"{weight_name} has shape {list(weight.shape)}; expected [N, K]")
     out_features, in_features = weight.shape
     weight_format(weight.format, f"the format of {weight_name}")
-    leading = [*map(str, x.shape[:-1])] if isinstance(x, torch.Tensor) else ["..."]
+    leading: Sequence[int | str] = x.shape[:-1] if isinstance(x, torch.Tensor) else ["..."]
     check_tensor("x" if weight_name == "weight" else f"x (for {weight_name})", x, (*leading, in_features), device=weight.device)
     if bias is not None:
         check_tensor(bias_name, bias, (out_features,), device=x.device)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from halfbyte.arguments import as_int32, check_tensor
+from halfbyte.cpu import append as cpu
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Shape
 from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, RopeLike
 from halfbyte.ops import launch_cache
-from halfbyte.ops._library import level, pairs_launches, refuse_capture
+from halfbyte.ops._library import can_bypass_on_cpu, level, pairs_launches, refuse_capture
 from halfbyte.ops.declare import Op
 from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.ops.self_check import refusal, untested
@@ -40,6 +41,8 @@ def _run_reference(c: AppendCall) -> None:
         norms = c.norms
         q, k = (rms_norm(x, Norm(weight, norms.eps, norms.kind)) for x, weight in zip((c.q, c.k), norms[:2], strict=True))
         c = c._replace(q=q, k=k)
+    if c.impl == "cpu" and cpu.append_(c):
+        return
     if c.rope is not None:
         by = c.rope.cos.unsqueeze(-3), c.rope.sin.unsqueeze(-3), c.rope.interleaved
         if c.q is not None and c.rotated_q is not None:
@@ -107,6 +110,8 @@ def store(c: AppendCall, signature: Signature | None = None) -> torch.Tensor | N
     if c.impl == "triton" and not torch.compiler.is_compiling():
         if _launch(c, advance=not c.by_slot, signature=signature):
             return rotated
+    elif can_bypass_on_cpu(c.k, c.v, c.q):
+        _run(c)
     else:
         APPEND(c)
     if c.by_slot:

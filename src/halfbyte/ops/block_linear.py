@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.arguments import check_tensor
+from halfbyte.cpu import block as cpu
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, level
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.block import add_norm, check_norm, gated, norm_rows
 from halfbyte.ops.linear import linear, projections
@@ -61,6 +62,8 @@ def add_projection(
     hidden has the bits of `linear` and `add_norm`. With `before` None the second result is None; in bf16, where one launch does
     it all, it is `Unscaled`. Raises `InvalidArgument` naming the argument at fault.
     """
+    if _runs_on_cpu(x, bias, residual) and (sums := cpu.add_projection(x, weight, bias, residual, before, multiplier)):
+        return sums
     call = LinearCall(x, (weight,), (bias,))
     call.check(("",))
     check_tensor("residual", residual, (*x.shape[:-1], weight.shape[0]), device=x.device)
@@ -86,14 +89,15 @@ def add_projection(
 def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
     """`projections` of rows, [..., N] of each weight."""
     if isinstance(x, torch.Tensor):
-        return projections(x, weights, biases)
+        outs = cpu.projections(x, weights, biases) if _runs_on_cpu(x, *biases) else None
+        return projections(x, weights, biases) if outs is None else outs
     call = LinearCall(x.weighted, weights, biases)
     plan = _plan(call)
     if plan is None:
         return projections(x.normalized(), weights, biases)
-    outs = call.new_results()
-    gpu.run_with(_scaling(x), call, plan, outs, squares=x.squares)
-    return outs
+    results = call.new_results()
+    gpu.run_with(_scaling(x), call, plan, results, squares=x.squares)
+    return results
 
 
 def gated_projection(
@@ -107,6 +111,10 @@ def gated_projection(
     check(len(weights) == len(biases) == 2, f"{len(weights)} weights and {len(biases)} biases were given; pass two of each")
     if activation not in ACTIVATIONS:
         raise InvalidArgument(f"activation={activation!r}; choose one of: {', '.join(ACTIVATIONS)}")
+    if isinstance(x, torch.Tensor) and _runs_on_cpu(x, *biases):
+        product = cpu.gated_projection(x, weights, biases, activation)
+        if product is not None:
+            return product
     call = LinearCall(x if isinstance(x, torch.Tensor) else x.weighted, weights, biases)
     call.check(("gate ", "up "))
     check(weights[0].shape == weights[1].shape, f"up has shape {list(weights[1].shape)} and gate {list(weights[0].shape)}")
@@ -136,6 +144,11 @@ def _scaling(x: Rows) -> Epilogue:
 
 def _count(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
+
+
+def _runs_on_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether the ops run their `cpu` level, and may skip the dispatcher."""
+    return can_bypass_on_cpu(x, *others) and level("linear", "auto", x.device) == "cpu"
 
 
 def _plan(call: LinearCall, *others: torch.Tensor | None, alternating: bool = False) -> GemmPlan | None:

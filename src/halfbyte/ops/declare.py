@@ -142,6 +142,8 @@ class Op(Generic[CallT]):
         """
         if _compiler.is_compiling() or _forward._current_level >= 0:
             return None
+        if type(call[0]) is not _Tensor or not call[0].is_cuda:
+            return None
         try:
             if not call.replayable or (_is_grad_enabled() and self._wants_gradient(call)):
                 return None
@@ -149,7 +151,7 @@ class Op(Generic[CallT]):
         except (AttributeError, TypeError):
             return None  # an argument of another type, which the checks of the op name
         kinds = tuple(map(type, tensors))
-        if kinds[0] is not _Tensor or not tensors[0].is_cuda or not PLAIN.issuperset(kinds):
+        if not PLAIN.issuperset(kinds):
             return None
         try:
             tensors = [t for t in tensors if t is not None]

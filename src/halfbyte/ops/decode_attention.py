@@ -13,7 +13,7 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._decode_on_gpu import DECODE
-from halfbyte.ops._library import can_bypass_dispatcher, kernel_level, refuse_capture
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level, refuse_capture
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
@@ -49,10 +49,10 @@ DECODE.register(_run, _fake)
 
 def _in_torch(c: DecodeCall) -> Results:
     attend: Callable[[DecodeCall], Results] = _LEVELS[c.impl].decode_attention
+    if c.q.shape[2] <= QUERY_BLOCK:
+        return attend(c)
     parts = enumerate(c.q.split(QUERY_BLOCK, dim=2))
     pieces = [attend(c._replace(q=q, query_start=c.first_query + i * QUERY_BLOCK)) for i, q in parts]
-    if len(pieces) == 1:
-        return pieces[0]
     return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
 
 
@@ -61,7 +61,8 @@ def _check_lengths(call: DecodeCall) -> None:
     lengths, ends = call.lengths, call.options.ends
     if lengths.device.type != "cpu" or not lengths.numel():
         return
-    low, high, limit = int(lengths.min()), int(lengths.max()), call.capacity
+    numbers = lengths.tolist()  # far faster than torch's operators, of which this would take two
+    low, high, limit = min(numbers), max(numbers), call.capacity
     check(ends is None or int(ends.min()) >= 0, "lengths: a sequence is shorter than the chunk; append the chunk first")
     check(low >= 0 and high <= limit, f"lengths run from {low} to {high}; this cache holds 0 to {limit} tokens a sequence")
 
@@ -146,6 +147,8 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
     kernel = call.impl not in _LEVELS and call.q.numel() > 0
     if kernel and can_bypass_dispatcher(call.q, call.keys.codes, call.values.codes):
         return gpu.run(call, signature=signature, into=into)  # the dispatcher would take longer than the kernel
+    if call.impl in _LEVELS and can_bypass_on_cpu(call.q, call.keys.codes, call.values.codes):
+        return _run(call)
     out: Results = DECODE(call)
     return out
 

@@ -6,6 +6,7 @@ the tuned one. `impl="auto"` picks; an explicit request never falls back.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from halfbyte.errors import InvalidArgument, Unsupported
@@ -14,7 +15,7 @@ from halfbyte.errors import InvalidArgument, Unsupported
 LEVELS: dict[str, tuple[str, ...]] = {
     "decode_attention": ("gluon", "triton", "cpu", "reference"),
     "merge_states": ("triton", "reference"),
-    "append": ("triton", "reference"),
+    "append": ("triton", "cpu", "reference"),
     "unpack_pages": ("triton", "reference"),
     "transform_heads": ("triton", "reference"),
     "linear": ("gluon", "triton", "cpu", "reference"),
@@ -39,6 +40,7 @@ class Plan:
     why: str
 
 
+@functools.cache
 def plan(op: str, impl: str, device_type: str, interpreted: bool = False) -> Plan:
     """The plan for `op` on a device of this type ("cpu", "cuda"). Raises on a level that does not exist, or cannot run there.
 

@@ -72,11 +72,17 @@ def append_slots_(
     k: torch.Tensor, v: torch.Tensor, keys: KVBuffer, values: KVBuffer, slots: torch.Tensor, rotate_keys: bool
 ) -> None:
     """k [T, H, 1, D], v [T, H, 1, Dv]; token i goes to row slots[i] % N of page slots[i] // N. Negative slots are skipped."""
+    lengths, counts, pages = slots_as_pages(keys, slots)
+    append_(k, v, counts, keys, values, lengths, pages, rotate_keys)
+
+
+def slots_as_pages(keys: KVBuffer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots as sequences that own every page and get a token each: lengths, counts and page table of an append."""
     pages, _, rows, _ = keys.codes.shape
     last = int(slots.max()) if slots.numel() else -1
     check(last < pages * rows, f"slot_mapping names slot {last}; {pages} pages of {rows} tokens have {pages * rows}")
-    everywhere = torch.arange(pages, device=slots.device).expand(len(slots), pages)
-    append_(k, v, (slots >= 0).int(), keys, values, slots.long().clamp_min(0), everywhere, rotate_keys)
+    everywhere = torch.arange(pages, dtype=torch.int32, device=slots.device).expand(len(slots), pages)
+    return slots.long().clamp_min(0), (slots >= 0).int(), everywhere
 
 
 def capacity(buffer: KVBuffer, page_table: torch.Tensor | None) -> int:

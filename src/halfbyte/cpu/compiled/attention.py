@@ -172,10 +172,18 @@ def _load(
     while t < last:
         token = lo + t
         if has_tail and (token < facts.sinks or token >= tail_start):
-            row = token if token < facts.sinks else facts.sinks + token % facts.ring
+            ring = max(facts.ring, 1)
+            row, end = (token, facts.sinks) if token < facts.sinks else (facts.sinks + token % ring, facts.sinks + ring)
+            count = min(end - row, last - t)
+            if facts.parts == 1:
+                decode(tail, b, h, row, count, factors, block, t)
+                t += count
+                continue
             decode(tail, b, h, row, 1, factors, line, 0)
-            for d in range(tail[3].width):
-                block[t, _column(d, facts.parts, block.shape[1])] = line[0, d]
+            part = block.shape[1] // facts.parts
+            for i in range(facts.parts):
+                for j in range(facts.width):
+                    block[t, i * part + j] = line[0, j * facts.parts + i]
             t += 1
             continue
         page, row, end = b, token, min(last, tail_start - lo) if has_tail else last

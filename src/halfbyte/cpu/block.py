@@ -1,0 +1,65 @@
+"""Projections of a decoder block with what surrounds them, by compiled loops, for a bf16 x of few rows.
+
+Each function returns None where the loops do not run, or something may be wrong with its arguments: the ops that call them check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from halfbyte.cpu import linear as cpu
+from halfbyte.reference.block import Norm, gated
+from halfbyte.tensors import QuantTensor
+
+#: How a norm rounds, for the loop.
+_KINDS = {"rounded": 0, "exact": 1, "offset": 2}
+
+
+def projections(
+    x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor] | None:
+    """[..., N] of each weight."""
+    if not cpu.in_tiles(x, weights) or not all(map(_is_bias, biases, weights)):
+        return None
+    rows = cpu.tile_rows(x)
+    return [cpu.by_tiles(x, rows, each, bias) for each, bias in zip(weights, biases, strict=True)]
+
+
+def gated_projection(
+    x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], activation: str
+) -> torch.Tensor | None:
+    """activation(gate) * up [..., N]."""
+    both = projections(x, weights, biases)
+    return None if both is None or both[0].shape != both[1].shape else gated(both[0], both[1], activation)
+
+
+def add_projection(
+    x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, residual: torch.Tensor, before: Norm | None, multiplier: float
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """hidden = residual + multiplier * (x W^T + bias), and before(hidden)."""
+    right = type(residual) is torch.Tensor and residual.dtype is torch.bfloat16 and residual.is_contiguous()
+    if not right or not (before is None or _is_row(before.weight, residual.shape[-1])):
+        return None
+    both = projections(x, (weight,), (bias,))
+    if both is None or both[0].shape != residual.shape:
+        return None
+    from halfbyte.cpu.compiled.block import add_norm
+
+    hidden = torch.empty_like(residual)
+    out = hidden if before is None else torch.empty_like(residual)
+    rows = (t.detach().view(-1, t.shape[-1]).view(torch.uint16).numpy() for t in (both[0], residual, hidden, out))
+    weights = residual.new_empty(0) if before is None else before.weight.detach()
+    kind, eps = (0, 0.0) if before is None else (_KINDS[before.kind], before.eps)
+    add_norm(*rows, weights.view(torch.uint16).numpy(), float(multiplier), eps, kind)
+    return hidden, None if before is None else out
+
+
+def _is_row(t: torch.Tensor, width: int) -> bool:
+    """Whether t is bf16 [width]."""
+    return t.dtype is torch.bfloat16 and t.is_cpu and t.shape == (width,) and t.is_contiguous()
+
+
+def _is_bias(t: torch.Tensor | None, weight: QuantTensor) -> bool:
+    return t is None or (t.is_cpu and t.is_floating_point() and t.shape == weight.shape[:1])
