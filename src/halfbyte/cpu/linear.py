@@ -28,8 +28,9 @@ from halfbyte.formats import Code, Format
 from halfbyte.reference.dequantize import block_scales, expert_scales, plain_scales
 from halfbyte.tensors import QuantTensor
 
-#: Numbers in one block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator.
-BLOCK, BLOCK_BF16 = 1 << 19, 1 << 21
+#: Numbers in one block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator. torch's GEMM of bf16
+#: packs its operands again, and so gains by larger ones.
+BLOCK, BLOCK_BF16 = 1 << 19, 1 << 23
 #: Largest M for which x is multiplied by the codes, in tiles or by rows; beyond, a GEMM on decoded blocks is faster.
 TILE_M, SMALL_M = 16, 8
 
@@ -123,7 +124,7 @@ def product(rows: torch.Tensor, weight: QuantTensor | Matrix, bias: torch.Tensor
     is_compiled = _is_compiled(rows)
     if is_compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
         return _plus(_by_codes(rows, _compiled(weight)), bias)
-    if rows.is_cpu:
+    if rows.is_cpu and not is_compiled:
         SPINNING.step()
     decode = _compiled(weight) if is_compiled else _Torch(_whole(weight, rows.dtype), rows.dtype)
     features = len(weight.codes)
@@ -144,11 +145,10 @@ def _whole(weight: QuantTensor | Matrix, dtype: torch.dtype) -> Matrix:
 def _by_bf16(rows: torch.Tensor, features: int, bias: torch.Tensor | None, decode: _Compiled | _Torch) -> torch.Tensor:
     """`product` of bf16, in the order that torch has a fast GEMM for."""
     y = rows.new_empty(rows.shape[0], features)
-    x = decode.columns(rows)
     for lo, block in _blocks(rows, features, BLOCK_BF16):
         decode.into(block, lo)
         hi = lo + len(block)
-        y[:, lo:hi] = torch.nn.functional.linear(x, block, None if bias is None else bias[lo:hi])
+        y[:, lo:hi] = torch.nn.functional.linear(rows, block, None if bias is None else bias[lo:hi])
     return y.mT
 
 

@@ -222,17 +222,27 @@ def _decode_row(typing_context: Any, codes: Any, table: Any, scales: Any, scale_
         start, second = builder.mul(args[5], width), weight.second(width)
 
         def store(at: ir.Value, values: list[ir.Value]) -> None:
+            if signature.args[6].dtype != types.float32:
+                values = _in_order([_to_bf16(builder, value) for value in values], weight)
+                at = at if weight.table is None else builder.mul(at, weight.integer(2))
             offset = builder.add(start, at)
             for value in values:
-                number = value if signature.args[6].dtype == types.float32 else _to_bf16(builder, value)
                 address = builder.gep(decoded.data, [offset])
-                builder.store(number, builder.bitcast(address, number.type.as_pointer()), align=1)
+                builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=1)
                 offset = builder.add(offset, second)
 
         weight.visit(args[5], store)
         return context.get_dummy_value()
 
     return types.void(codes, table, scales, scale_table, zeros, row, out), codegen
+
+
+def _in_order(values: list[ir.Value], weight: Rows) -> list[ir.Value]:
+    """Vectors of even and of odd columns as one of all columns; those of codes of 8 bits are in order."""
+    if weight.table is None:
+        return values
+    places = [i + half for i in range(LANES) for half in (0, LANES)]
+    return [weight.builder.shuffle_vector(*values, ir.Constant(ir.VectorType(_INT, len(places)), places))]
 
 
 def _sum(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
@@ -295,6 +305,6 @@ def decode(
     first: int,
     last: int,
 ) -> None:
-    """out [N, K] = the weight, in fp32 or as the bits of bf16 (uint16); the order of columns and other arrays as in `products`."""
+    """out [N, K] = the weight, in fp32, or as the bits of bf16 (uint16), then in the order of columns; arrays as in `products`."""
     for n in range(first, last):
         _decode_row(codes, table, scales, scale_table, zeros, n, out)
