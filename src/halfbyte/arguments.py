@@ -38,9 +38,7 @@ def check_tensor(
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
     # Messages are built only when raised: this runs once per layer and step, and formatting would dominate.
-    fits = t.shape == shape or (
-        t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
-    )
+    fits = t.shape == shape or (t.ndim == len(shape) and all(map(_fits, t.shape, shape)))
     if not fits:
         raise InvalidArgument(f"{name} has shape {list(t.shape)}; expected [{', '.join(map(str, shape))}]")
     right = t.dtype in _INTEGERS if kind == "integer" else t.is_floating_point() and t.dtype.itemsize > 1
@@ -48,6 +46,10 @@ def check_tensor(
         raise InvalidArgument(f"{name} is {t.dtype}; expected {kinds}")
     if device is not None and t.device != device:
         raise InvalidArgument(f"{name} is on {t.device}; expected it on {device}: move one of them")
+
+
+def _fits(size: int, expected: int | str) -> bool:
+    return isinstance(expected, str) or size == expected
 
 
 def as_int32(t: torch.Tensor) -> torch.Tensor:

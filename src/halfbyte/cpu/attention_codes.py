@@ -24,20 +24,22 @@ def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     from halfbyte.cpu.compiled.attention import SPLIT, Options, loops
 
     q, o, lengths = c.q.detach(), c.options, c.lengths.numpy()
-    wide = q.float() if q.dtype.itemsize == 2 else q.double()
+    number = "float32" if q.dtype.itemsize == 2 else "float64"
+    numbers = q.to(getattr(torch, number)).numpy()
     (batch, q_heads, count, dim), heads = q.shape, c.keys.heads
-    numbers = wide.numpy()
+    limit = lengths if o.ends is None else o.limit(c.lengths).numpy()
     places = np.empty((batch, 4), np.int64)
-    places[:, 0], places[:, 1] = c.first_query.numpy(), 0 if o.starts is None else o.starts.numpy()
-    places[:, 2], places[:, 3] = o.limit(c.lengths).numpy(), lengths
-    splits = max(1, -(-int(places[:, 2].max()) // SPLIT))
+    places[:, 0] = lengths - count if c.query_start is None else c.query_start.numpy()
+    places[:, 1] = 0 if o.starts is None else o.starts.numpy()
+    places[:, 2], places[:, 3] = limit, lengths
+    splits = max(1, -(-max(limit.tolist()) // SPLIT))
     shape = batch, heads, q_heads // heads * count
     new = np.empty
-    rows = new((*shape, _width(dim)), numbers.dtype)
-    out = new((batch, heads, splits, shape[2], _width(c.values.dim)), numbers.dtype)
-    state = new((*out.shape[:-1], 2), numbers.dtype)
-    result, lse = new((batch, q_heads, count, c.values.dim), numbers.dtype), new((batch, q_heads, count), np.float32)
-    prepare, attend, finish = loops(numbers.dtype.name)
+    rows = new((*shape, _width(dim)), number)
+    out = new((batch, heads, splits, shape[2], _width(c.values.dim)), number)
+    state = new((*out.shape[:-1], 2), number)
+    result, lse = new((batch, q_heads, count, c.values.dim), number), new((batch, q_heads, count), np.float32)
+    prepare, attend, finish = loops(number)
 
     keys, values = sides_of(c.keys), sides_of(c.values)
     prepare(numbers, o.sm_scale, block_size(dim) if o.rotate_keys else 0, keys[0][3].parts, rows)

@@ -6,7 +6,9 @@ Each function returns None where the loops do not run, or something may be wrong
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from halfbyte.cpu import linear as cpu
@@ -15,6 +17,9 @@ from halfbyte.tensors import QuantTensor
 
 #: How a norm rounds, for the loop.
 _KINDS = {"rounded": 0, "exact": 1, "offset": 2}
+_NONE = np.empty((1, 0), np.uint16)
+
+Array = np.ndarray[Any, Any]
 
 
 def projections(
@@ -39,21 +44,27 @@ def add_projection(
     x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, residual: torch.Tensor, before: Norm | None, multiplier: float
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """hidden = residual + multiplier * (x W^T + bias), and before(hidden)."""
-    right = type(residual) is torch.Tensor and residual.dtype is torch.bfloat16 and residual.is_contiguous()
-    if not right or not (before is None or _is_row(before.weight, residual.shape[-1])):
+    is_plain = type(residual) is torch.Tensor and residual.dtype is torch.bfloat16 and residual.is_contiguous()
+    if not is_plain or not (before is None or _is_row(before.weight, residual.shape[-1])):
         return None
-    both = projections(x, (weight,), (bias,))
-    if both is None or both[0].shape != residual.shape:
+    if not cpu.in_tiles(x, (weight,)) or not _is_bias(bias, weight) or residual.shape != (*x.shape[:-1], weight.shape[0]):
         return None
     from halfbyte.cpu.compiled.block import add_norm
 
-    hidden = torch.empty_like(residual)
-    out = hidden if before is None else torch.empty_like(residual)
-    rows = (t.detach().view(-1, t.shape[-1]).view(torch.uint16).numpy() for t in (both[0], residual, hidden, out))
-    weights = residual.new_empty(0) if before is None else before.weight.detach()
-    kind, eps = (0, 0.0) if before is None else (_KINDS[before.kind], before.eps)
-    add_norm(*rows, weights.view(torch.uint16).numpy(), float(multiplier), eps, kind)
-    return hidden, None if before is None else out
+    sums = cpu.tile_sums(x, cpu.tile_rows(x), weight, bias)
+    hidden = np.empty(sums.shape, np.uint16)
+    out = _NONE if before is None else np.empty_like(hidden)
+    norm, kind, eps = (_NONE[0], 0, 0.0) if before is None else (_bits(before.weight), _KINDS[before.kind], before.eps)
+    add_norm(sums, _bits(residual).reshape(sums.shape), hidden, out, norm, float(multiplier), eps, kind)
+    return _bf16(hidden, residual.shape), None if before is None else _bf16(out, residual.shape)
+
+
+def _bits(t: torch.Tensor) -> Array:
+    return t.detach().view(torch.uint16).numpy()
+
+
+def _bf16(bits: Array, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(bits).view(torch.bfloat16).view(shape)
 
 
 def _is_row(t: torch.Tensor, width: int) -> bool:

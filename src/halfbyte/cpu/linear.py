@@ -35,6 +35,9 @@ BLOCK, BLOCK_BF16 = 1 << 19, 1 << 23
 TILE_M, SMALL_M = 16, 8
 
 
+Array = np.ndarray[Any, Any]
+
+
 class Matrix(NamedTuple):
     """A weight [N, K], or that of one expert, by its parts; scales [N, G] that were nested are decoded."""
 
@@ -75,17 +78,15 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
 
 def in_tiles(x: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
     """Whether x [..., K] is multiplied in tiles of each of these weights [N, K]."""
-    if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.ndim:
+    if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.numel() or not x.ndim:
         return False
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x
-    return all(
-        isinstance(w, QuantTensor)
-        and len(w.shape) == 2
-        and w.shape[1] == x.shape[-1]
-        and w.codes.is_cpu
-        and _fits_tiles(rows, w.shape[0], w.format.code)
-        for w in weights
-    )
+    rows = x.view(1, -1) if x.numel() == x.shape[-1] else x.reshape(-1, x.shape[-1])
+    for w in weights:
+        if not isinstance(w, QuantTensor) or len(w.shape) != 2 or w.shape[1] != x.shape[-1] or not w.codes.is_cpu:
+            return False
+        if not _fits_tiles(rows, w.shape[0], w.format.code):
+            return False
+    return True
 
 
 def _fits_tiles(rows: torch.Tensor, features: int, code: Code) -> bool:
@@ -170,6 +171,11 @@ def tile_rows(x: torch.Tensor) -> torch.Tensor:
 
 def by_tiles(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` of a bf16 x with at most `TILE_M` rows, which are `rows`, too."""
+    return torch.from_numpy(tile_sums(x, rows, weight, bias)).to(x.dtype).view(*x.shape[:-1], len(weight.codes))
+
+
+def tile_sums(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> Array:
+    """The same in fp32, [M, N]."""
     from halfbyte.cpu.compiled.tiles import loop_for
 
     if weight.perm is not None:
@@ -179,9 +185,12 @@ def by_tiles(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: tor
     loop = loop_for(len(y), own.piece == 16)
     # A code takes a quarter of the time that it takes elsewhere.
     over_rows(loop, -(-own.features // 16), y.size * pairs // 2, *own.tiles, rows.numpy(), y, 2 * pairs // own.piece)
-    sums = torch.from_numpy(y[:count])
-    own.scaled(sums.mT)
-    return (sums if bias is None else sums.add_(bias)).to(x.dtype).view(*x.shape[:-1], own.features)
+    y = y[:count]
+    if own.tensor_scale is not None:
+        own.scaled(torch.from_numpy(y).mT)
+    if bias is not None:
+        torch.from_numpy(y).add_(bias)
+    return y
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

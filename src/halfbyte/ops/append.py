@@ -221,8 +221,9 @@ def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:
     """rope, for keys k [..., D]: each of its tensors has one of these shapes, with R / 2 behind it, where R <= D."""
     cos, sin, _ = rope
     for name, t in (("rope[0] (cos)", cos), ("rope[1] (sin)", sin)):
-        shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
-        check_tensor(name, t, (*shape, "R/2"), device=k.device)
+        if not isinstance(t, torch.Tensor) or t.shape[:-1] not in shapes or t.device != k.device:
+            shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
+            check_tensor(name, t, (*shape, "R/2"), device=k.device)
         check(t.dtype is torch.float32, f"{name} is {t.dtype}; expected torch.float32: halfbyte rotates in fp32")
     if cos.shape != sin.shape:
         raise InvalidArgument(f"rope: cos has shape {list(cos.shape)} and sin {list(sin.shape)}")

@@ -11,13 +11,13 @@ from halfbyte.cpu.compiled.linear import Array
 
 @loop
 def add_norm(x: Array, residual: Array, hidden: Array, out: Array, weight: Array, multiplier: float, eps: float, kind: int) -> None:
-    """hidden = residual + multiplier * x, and out = its RMSNorm: all [M, N] but for weight [N], which may be without elements; bits
-    of bf16. kind: 0 "rounded", 1 "exact", 2 "offset"."""
+    """hidden = residual + multiplier * x, and out = its RMSNorm: x fp32, the others bits of bf16, [M, N]; weight [N], or without
+    elements. kind: 0 "rounded", 1 "exact", 2 "offset"."""
     values = np.empty(x.shape[1], np.float32)
     for m in range(x.shape[0]):
         squares = np.float32(0)
         for n in range(x.shape[1]):
-            own = from_bf16(x[m, n])
+            own = from_bf16(as_bf16(x[m, n]))
             if multiplier != 1:
                 own = from_bf16(as_bf16(own * np.float32(multiplier)))
             hidden[m, n] = as_bf16(from_bf16(residual[m, n]) + own)
