@@ -25,8 +25,10 @@ from halfbyte.kernels.compiling import (  # noqa: E402
     TARGETS,
     Configuration,
     build,
+    compiled,
     divisible_by_16,
     float_atomics,
+    parallel,
     recorded,
     serialised,
 )
@@ -313,3 +315,50 @@ def test_only_a_variant_without_problems_is_recorded_with_what_it_is_made_from(m
         result = compile_check.check(job)
         assert bool(result.problems) == (c is spilling)
         assert result.entry.inputs == ("" if c is spilling else inputs.digest(c, TARGETS[1]))
+
+
+def test_other_processes_compile_what_a_launch_then_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if something names another assembler once Triton has asked for the version of its own, as vLLM does."""
+    target = next(t for t in TARGETS if t.capability == 90)
+    some = [c for c in importlib.import_module("variants.block").configurations() if target.capability in c.targets][:2]
+    ours = parallel._assembler(90)
+    other = tmp_path / "ptxas"
+    other.write_text("#!/bin/sh\necho another assembler\nexit 1\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))
+    assert parallel._assembler(90) == ours
+    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    ahead = parallel.Ahead((9, 0))
+    for c in (*some, *some):
+        ahead.add(c)
+    assert len(ahead.jobs) == 2
+    ahead.begin()
+    assert len(list(ahead.results())) == 2
+    hits: list[bool] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit))
+    for c in some:
+        compiled(c, target)
+    assert hits == [True, True]
+    later = parallel.Ahead((9, 0))
+    for c in some:
+        later.add(c)
+    assert not later.jobs
+    assert later.compilers is None
+
+
+def test_a_block_that_only_compiles_loads_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of this thread do not run; each variant is compiled once, and loaded at the end."""
+    runs: list[tuple[bool, int]] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        runs.append((warmup, kwargs["BLOCK"]))
+
+    monkeypatch.setattr(type(add), "run", run)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(parallel, "_cores", lambda: 1)
+    x = torch.zeros(64)
+    with parallel.compile_only(wait=True):
+        for block in (64, 64, 128):
+            add[(1,)](x, x, x, 64, BLOCK=block)
+        assert not runs
+    assert runs == [(True, 64), (True, 128)]

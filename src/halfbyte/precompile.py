@@ -1,17 +1,12 @@
 """Kernels of plans compiled by many processes before they are launched: one after the other they would take minutes.
 
 Nothing is launched and no GPU is needed: a launch on tensors without memory says what would be compiled
-(`kernels/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
+(`kernels/compiling/`). What comes of it lies in Triton's cache, where the launch finds it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,48 +33,29 @@ class BiasedProblem(GemmProblem):
     """The same with a bias for each weight, in the dtype of x: other kernels by the same plans."""
 
 
-#: More processes than this wait for each other's memory.
-_MOST = 16
-
-
 def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: int = 2) -> int:
     """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch.
 
     Fewer variants than `fewest` are left to their launches.
     """
+    from halfbyte.kernels.compiling.parallel import Ahead
+
     variants = list({_variant(problem, plan): (problem, plan) for problem, plan in wanted}.values())
-    processes = min(_MOST, len(os.sched_getaffinity(0)), len(variants))
-    if processes < 2 or len(variants) < fewest:  # no gain over compiling at the first launch
-        return len(variants)
-    console = Console(stderr=True)
-    with (
-        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
-        progress(console) as bar,
-        contextlib.suppress(BrokenProcessPool),
-    ):
-        task = bar.add_task(f"compiling in {processes} processes", total=len(variants))
-        try:
-            for _ in as_completed([pool.submit(compile_plan, problem, plan, capability) for problem, plan in variants]):
+    if len(variants) >= fewest:
+        ahead = Ahead(capability)
+        for configuration in (c for problem, plan in variants for c in configurations(problem, plan)):
+            ahead.add(configuration)
+        ahead.begin()
+        with progress(Console(stderr=True)) as bar:
+            task = bar.add_task("compiling kernels", total=len(ahead.jobs))
+            for _ in ahead.results():
                 bar.advance(task)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
     return len(variants)
 
 
 def _variant(problem: GemmProblem | DecodeProblem, plan: Plan) -> tuple[object, ...]:
     """What kernels are compiled for; how many weights and programs there are is in it, or plays no part."""
     return type(problem), plan.spec
-
-
-def compile_plan(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> None:
-    """Compile one plan's kernels, in this process."""
-    from halfbyte.kernels.compiling import Target, build
-
-    number = 10 * capability[0] + capability[1]
-    target = Target(number)
-    for configuration in configurations(problem, plan):
-        build(configuration, target)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from halfbyte.kernels.compiling import Configuration, Target, _specialised, compiled
+from halfbyte.kernels.compiling import Configuration, Target, compiled, specialised
 from machine.block import Block, Code, Launch, Order
 from machine.memory import Memory
 from machine.program import parse
@@ -38,7 +38,7 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
     early: list[set[int]] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        configuration = _specialised(kernel.__name__, kernel, args, kwargs, {})
+        configuration = specialised(kernel.__name__, kernel, args, kwargs, {})
         made = compiled(configuration, HOPPER)
         names = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         given = [names[name] for name in kernel.arg_names]

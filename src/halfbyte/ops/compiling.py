@@ -13,16 +13,24 @@ def active() -> bool:
     return _active
 
 
-@contextmanager
-def compiling_only(threads: int) -> Iterator[None]:
-    """In this block kernels are compiled, so many at once, and not run: results hold anything. It ends when all are compiled.
+def cache_folder() -> str:
+    """Where Triton keeps compiled kernels."""
+    from halfbyte.kernels.compiling.parallel import folder
 
-    Triton keeps them, in this process and on disk, so that a later launch of the same variant compiles nothing.
+    return str(folder())
+
+
+@contextmanager
+def compiling_only(wait: bool = True) -> Iterator[None]:
+    """In this block kernels are compiled, many at once, and not run: results hold anything. It ends when all are compiled.
+
+    Triton keeps them on disk, so that a later launch of the same variant compiles nothing. wait=False: other processes go on
+    compiling behind the end, and the next such block waits for them.
     """
-    from halfbyte.kernels.common.compile_only import compile_only
+    from halfbyte.kernels.compiling.parallel import compile_only
 
     global _active
-    with compile_only(threads):
+    with compile_only(wait):
         _active = True
         try:
             yield

@@ -131,7 +131,7 @@ def launch(
         kernels = with_compiled(
             key, lambda known: [one(kernel) for one, kernel in zip(some, known or [None] * len(some), strict=True)]
         )
-    if signature is None or compiling.active() or not signature.covers(op.tensors(call)):
+    if signature is None or signature.known or compiling.active() or not signature.covers(op.tensors(call)):
         return
     if len(_launches) >= _CAPACITY:
         _launches.clear()

@@ -9,6 +9,7 @@ chunks read them rounded to 16 bits (`prompts.py`), so chunks, prefix hits and p
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -36,6 +38,7 @@ from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
 from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.ops.compiling import cache_folder
 from halfbyte.plans.prompts import MOST_SCRATCH, bucket, groups
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
@@ -234,6 +237,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         if getattr(speculation, "parallel_drafting", False) and not getattr(config, "use_v2_model_runner", False):
             drafts *= 2  # with slots of masks, as vLLM's max_decode_query_len counts
         self._limits, self._warm = Limits(scheduler.max_num_seqs, 1 + drafts, scheduler.max_num_batched_tokens, longest), False
+        self._block_size = config.cache_config.block_size or 16
         self._memory: tuple[int, int] | None = None
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
 
@@ -247,6 +251,22 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         if self.alibi_slopes is not None:  # buffers outlast a sleep of level 2
             layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
         self.prompts = flash_prompts(self, layer, self.formats, act_dtype, self._scratch_tokens)
+        self._begin_to_compile(layer, act_dtype)
+
+    def _begin_to_compile(self, layer: Any, dtype: torch.dtype) -> None:
+        """Compile in the background what attention needs, while vLLM compiles the model: kernels do not depend on addresses.
+
+        They are kept where Triton keeps its kernels, for all models: vLLM would soon name a folder of this model and configuration.
+        """
+        if not current_platform.is_cuda():
+            return
+        os.environ.setdefault("TRITON_CACHE_DIR", cache_folder())
+        sizes = (self.num_heads, self.head_size), (self.num_kv_heads, self.head_size), (self.num_kv_heads, layer.head_size_v)
+        q, k, v = (torch.empty(1, *size, dtype=dtype, device="cuda") for size in sizes)
+        layout = PageLayout(self.formats.keys, self.formats.values, self.head_size, layer.head_size_v)
+        page = torch.empty(1, self.num_kv_heads, self._block_size, layout.token_head_bytes, dtype=torch.uint8, device=q.device)
+        table = torch.zeros(1, -(-self._limits.longest // self._block_size), dtype=torch.int32, device=q.device)
+        warm_up(self, self._limits, q, k, v, layout.buffers(page), table, wait=False)
 
     def buffers(self, layer: Any, kv_cache: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
         """Keys and values in the memory of a layer; viewed again when vLLM has moved it."""

@@ -6,7 +6,6 @@ below, on requests without tokens, reach every variant, whatever an engine of th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -70,8 +69,12 @@ def warm_up(
     value: torch.Tensor,
     sides: tuple[KVBuffer, KVBuffer],
     table: Any,
+    wait: bool = True,
 ) -> None:
-    """Compile what a layer needs, once for all that are like it. query, key, value, table: of some step; sides: keys and values."""
+    """Compile what a layer needs, once for all that are like it. query, key, value, table: of some step; sides: keys and values.
+
+    wait=False: in the background, while vLLM does other things, and without what needs the memory of prompts.
+    """
     strides = [t.stride() for side in sides for t in side.tensors() if t is not None]
     like: tuple[Any, ...] = (
         impl.formats,
@@ -87,9 +90,9 @@ def warm_up(
     if like in _compiled or not query.is_cuda:
         return
     _compiled.add(like)
-    with compiling_only(min(16, os.cpu_count() or 1)):
+    with compiling_only(wait):
         _attention(impl, limits, query, key, value, sides, table)
-        if impl.prompts is not None:
+        if impl.prompts is not None and wait:
             _unpack(impl, key, value, sides, table)
 
 

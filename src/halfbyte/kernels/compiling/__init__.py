@@ -159,14 +159,14 @@ def recorded(name: str, launch: Callable[[], object], **more: Any) -> list[Confi
     found: list[Configuration] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append(_specialised(f"{name} {kernel.__name__}", kernel, args, kwargs, more))
+        found.append(specialised(f"{name} {kernel.__name__}", kernel, args, kwargs, more))
 
     with mock.patch.object(JITFunction, "run", record):
         launch()
     return found
 
 
-def _specialised(name: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], more: dict[str, Any]) -> Configuration:
+def specialised(name: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], more: dict[str, Any]) -> Configuration:
     """One launch as the JIT specialises it. The same for every architecture."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
