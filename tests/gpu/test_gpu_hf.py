@@ -87,6 +87,17 @@ def test_prompt_lookup_gives_greedy_tokens(fuse_blocks: bool) -> None:
     assert DRY or all(one.graph is not None for one in (forward.recorded, *(c.graph for c in forward.choices.values())))
 
 
+def test_recorded_prompts_give_the_tokens_of_the_first_call() -> None:
+    """Which runs them padded, too: a replayed prompt, of this length and of another one in its bucket, has the same bits."""
+    found = model("nf4", fuse_qkv=True)
+    for length in (len(PROMPT), len(PROMPT) - 3, len(PROMPT)):
+        ids = torch.tensor([PROMPT[:length]], device=PLACE.device)
+        made = [found.generate(ids, max_new_tokens=PLACE.size(24, 4), do_sample=False).tolist() for _ in range(3)]
+        assert made[0] == made[1] == made[2]
+    prompts = kept_steps(found)[-1].prompts
+    assert DRY or (len(prompts) == 1 and prompts[0].recorded.graph is not None)
+
+
 @pytest.mark.parametrize("weights", ["nf4", "int4_g128"])
 def test_fused_blocks_give_logits_alike(weights: str) -> None:
     """Recorded, and replayed by a second call: the logits of plain blocks but for rounding, and the same bits each time."""

@@ -308,10 +308,17 @@ STATE = [
     ),
     Mutant(
         "a recorded step replayed with weights that lie elsewhere",
-        "hf/fused_blocks.py",
-        "weight_addresses",
-        Rewrite("[local_shard(t).data_ptr() for t in _t]", "[]"),
+        "hf/survey.py",
+        "survey",
+        Rewrite("local_shard(t).data_ptr()", "0"),
         tests_of("hf/test_hf_graph_generate.py")("test_the_next_call_keeps_step_and_cache"),
+    ),
+    Mutant(
+        "the padding of a recorded prompt stored",
+        "hf/recorded_prompt.py",
+        "PromptForward._run",
+        Rewrite('self.inputs["logits_to_keep"] + 1', 'torch.full_like(self.chunk.counts, self.inputs["input_ids"].shape[1])'),
+        tests_of("hf/test_hf_prompts.py")("test_prompts_of_one_bucket_are_one_forward"),
     ),
     Mutant(
         "a recorded choice replayed at lengths where an end is allowed again",

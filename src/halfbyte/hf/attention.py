@@ -173,7 +173,7 @@ def attention(
     layer = key.layer
     if not torch.compiler.is_compiling():
         if layer.checks_positions and query.shape[2] > 1 and layer.chunk is None:
-            _check_one_text(kwargs.get("position_ids"), options["starts"], cast(KVCache, layer.kv).lengths)
+            check_one_text(kwargs.get("position_ids"), options["starts"], cast(KVCache, layer.kv).lengths)
         if layer.calls is not None:
             call = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
             layer.calls.append(Attended(module, query, key.new, value.new, call))
@@ -191,7 +191,8 @@ def attention(
         if is_step:
             out = decode_attention(q, kv, query_start=None if layer.chunk is None else layer.chunk.held, **options)
         else:
-            out = prefill_attention(q, k, v, kv if before is None else before, appended=before is None, **options)
+            past, begins = kv if before is None else before, layer.chunk is not None
+            out = prefill_attention(q, k, v, past, appended=before is None, begins=begins, **options)
         return cast(torch.Tensor, out)  # a pair only with return_lse
 
     if torch.compiler.is_compiling() or layer.drafts is None:
@@ -201,10 +202,12 @@ def attention(
 
 def _is_step(layer: PackedLayerLike, count: int) -> bool:
     """Whether the newest `count` tokens read themselves as they are stored: one alone over an empty cache is a prompt."""
-    return layer.chunk is not None or (count <= layer.longest_step and not (layer.begins and layer.longest_step == 1))
+    if layer.chunk is not None:
+        return layer.chunk.held is not None
+    return count <= layer.longest_step and not (layer.begins and layer.longest_step == 1)
 
 
-def _check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None, lengths: torch.Tensor) -> None:
+def check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None, lengths: torch.Tensor) -> None:
     """Raise for rows that hold several texts, each with positions from 0 on, as batches without padding have them.
 
     positions [B or 1, L] of the newest of `lengths` [B] tokens; those of padding, before `starts`, do not count. Waits for a GPU.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -14,13 +16,14 @@ from halfbyte.arguments import integer
 from halfbyte.cache_options import token_bytes
 from halfbyte.calibrated_keys import Calibration, KeyTransform, digest_of_norms, read_calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
+from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
 from halfbyte.hf.model_support import (
     BUCKET,
+    all_head_dims,
     check_model_support,
     half_type,
-    head_dims,
     inner_model,
     kv_heads,
     layer_formats,
@@ -100,8 +103,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         sliding = [layer_window(config, layer) for layer in range(len(formats))]
         scales, transforms = layer_scales(config, formats), layer_transforms(model_or_config, calibration, len(formats))
         layers = zip(layer_types(config), formats, rotations, windows, sliding, scales, transforms, strict=True)
-        for layer in range(len(formats)):
-            check_rotation(rotate_values, head_dims(config, layer)[1], "rotate_values")
+        dims = all_head_dims(config)
+        for _, value_dim in set(dims):
+            check_rotation(rotate_values, value_dim, "rotate_values")
         states = int(getattr(config, "number_of_conv_states", 1))
         cache_layers = [
             cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, *rest)
@@ -114,7 +118,8 @@ class PackedCache(Cache):  # type: ignore[misc]
                 layer.records = False
         self.packed[0].checks_positions = True
         self._open = False  # a forward has begun and not reached the last layer
-        self.bytes_per_token = sum(_token_bytes(config, *pair) for pair in zip(self._packed, self.packed, strict=True))
+        kinds = Counter((*formats[n], kv_heads(config, n), *dims[n]) for n in self._packed)
+        self.bytes_per_token = sum(count * _token_bytes(*kind) for kind, count in kinds.items())
 
     def __repr__(self) -> str:
         kinds = sorted({layer.kinds for layer in self.packed})
@@ -206,7 +211,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             layer.longest_step = tokens if tokens <= DECODE_QUERIES else 1
 
     def expect_chunk(self, chunk: Chunk | None) -> None:
-        """Expect forwards of a recorded step with drafts, at the positions of `chunk`; None: none."""
+        """Expect forwards of a recorded prompt, or step with drafts, at the positions of `chunk`; None: none."""
         for layer in self.packed:
             layer.chunk = chunk
 
@@ -265,6 +270,17 @@ class PackedCache(Cache):  # type: ignore[misc]
         for layer in self.packed:
             layer.grow(self.capacity)
 
+    def another(self, capacity: int) -> PackedCache | None:
+        """A cache like this one, of its own `capacity`, without looking at the model again; None where that is not enough."""
+        if self.has_states or self.nbytes or len(self._packed) < len(self.layers):
+            return None
+        other = copy(self)
+        other.capacity = _whole_buckets(capacity)
+        other.layers = [copy(layer) for layer in self.layers]
+        for layer in other.packed:
+            layer.capacity, layer.parts = other.capacity, {}
+        return other
+
     def expect_replays(self, expected: bool) -> None:
         """`KVCache.expect_replays` of all layers."""
         for layer in self.packed:
@@ -321,7 +337,6 @@ def check_attention(model_or_config: Any) -> None:
         )
 
 
-def _token_bytes(config: Any, number: int, layer: PackedLayer) -> float:
-    """Bytes one token of one sequence takes in a layer, by the configuration."""
-    heads, formats = kv_heads(config, number), (layer.key_format, layer.value_format)
-    return sum(token_bytes(fmt, heads, dim) for fmt, dim in zip(formats, head_dims(config, number), strict=True))
+def _token_bytes(keys: Format, values: Format, heads: int, key_dim: int, value_dim: int) -> float:
+    """Bytes one token of one sequence takes in a layer."""
+    return token_bytes(keys, heads, key_dim) + token_bytes(values, heads, value_dim)

@@ -80,7 +80,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_empty, self.begins = True, False
         #: Tokens up to which a chunk is a step, which reads itself as it is stored; a longer one is a prompt (`expect_steps`).
         self.longest_step = 1
-        #: Within a recorded step with drafts: where its tokens stand.
+        #: Within a recorded prompt, or a recorded step with drafts: where its tokens stand.
         self.chunk: Chunk | None = None
         #: While a model's structure is read (`block_structure.py`), or keys are calibrated: a list of what attention is given.
         self.calls: Any = None
@@ -311,9 +311,9 @@ Read = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
 class Chunk(NamedTuple):
-    """A newest token and drafts behind it in a recorded step, int32 [B]: tokens before them, and how many of them are real."""
+    """The tokens of a recorded forward, int32 [B]: how many come before them (None: they are a prompt), and how many are real."""
 
-    held: torch.Tensor
+    held: torch.Tensor | None
     counts: torch.Tensor
 
 

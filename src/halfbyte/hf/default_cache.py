@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,6 +25,7 @@ from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import DecodeLoop
 from halfbyte.hf.model_support import BUCKET
 from halfbyte.hf.quantization_config import HalfbyteConfig
+from halfbyte.settings import default_impl
 
 #: The entry of config.json that holds the settings.
 SAVED = "halfbyte_cache"
@@ -58,8 +60,10 @@ class CacheSettings:
 
     def make(self, model: Any, capacity: int) -> PackedCache:
         """A cache for `model`, with room for its sink and recent tokens at least."""
-        capacity = max(capacity, self.sink_tokens + self.recent_tokens)
-        return PackedCache(model, capacity, **self.options)
+        return PackedCache(model, self.room(capacity), **self.options)
+
+    def room(self, capacity: int) -> int:
+        return max(capacity, self.sink_tokens + self.recent_tokens)
 
 
 class Replaced:
@@ -72,12 +76,25 @@ class Replaced:
         """The model by another class: what `Prepared` overrides, over the same modules and configuration. uses: see there."""
         kind: Any = type(self.model)
         view: Any = object.__new__(_prepared(kind))
-        vars(view).update({**vars(self.model), "packed_settings": self.settings, "recorded": recorded, "uses": uses})
+        vars(view).update({**vars(self.model), "owner": self, "recorded": recorded, "uses": uses})
         return view
 
 
 class Generate(Replaced):
     """`model.generate` of a model with a packed cache. It takes the arguments of transformers' own, and three more."""
+
+    #: What the last default cache was made of, and that cache, without memory: the next one is alike.
+    _last: tuple[Hashable, PackedCache] | None = None
+
+    def cache(self, model: Any, capacity: int) -> PackedCache:
+        """The default cache of a call."""
+        kind = self.settings, id(model.config), model.config._attn_implementation, model.dtype, default_impl()
+        if self._last is not None and self._last[0] == kind and (cache := self._last[1].another(self.settings.room(capacity))):
+            return cache
+        cache = self.settings.make(model, capacity)
+        blank = cache.another(capacity)
+        self._last = None if blank is None else (kind, blank)
+        return cache
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -136,7 +153,7 @@ class Prepared:
     uses    ends with the call: `PackedCache.used` of its caches
     """
 
-    packed_settings: CacheSettings
+    owner: Generate
     recorded: bool
     uses: ExitStack
     config: Any
@@ -173,7 +190,7 @@ class Prepared:
             # An assistant keeps its cache from the first call on, and how long that will get is not known here.
             warn_once("an assistant (draft) model keeps transformers' own growing cache")
         elif packs and unset:
-            default = self.packed_settings.make(self, longest)
+            default = self.owner.cache(self, longest)
             default.is_default = True
             self.uses.enter_context(default.used())
             _begin(default, generation_config, model_kwargs, mode)

@@ -29,9 +29,10 @@ from torch import nn
 
 from halfbyte.hf.block_structure import Structure, norms_of, readings, same, structure_of
 from halfbyte.hf.fused_parts import AddedForms, Form, Tables, fused_part, quantized_layer, whole_rows
-from halfbyte.hf.model_support import blocks, tensors_of
+from halfbyte.hf.model_support import blocks
+from halfbyte.hf.survey import has_hooks, survey, tensors_of
 from halfbyte.hf.weights import all_agree, all_reduce_of, partial_layer
-from halfbyte.nn import QuantLinear, local_shard
+from halfbyte.nn import QuantLinear
 from halfbyte.ops.all_reduce import AllReduce
 from halfbyte.ops.block import add_norm, norm_rows
 from halfbyte.ops.block_linear import Rows, add_projection
@@ -54,7 +55,7 @@ class _View(NamedTuple):
 _views: WeakKeyDictionary[Any, tuple[tuple[Any, ...], _View]] = WeakKeyDictionary()
 
 
-def fused_view(model: Any, addresses: tuple[int, ...] | None = None) -> Any | None:
+def fused_view(model: Any, addresses: tuple[Hashable, ...] | None = None) -> Any | None:
     """`model` with fused blocks, over the same parameters; None where none is. Made once for the `addresses` of its weights.
 
     No block is fused where hooks want to run. Tensor-parallel ranks all call it, and get a view all or none: fused blocks add up
@@ -68,29 +69,19 @@ def why_not_fused(model: Any) -> list[str]:
     return _view(model, None).reasons
 
 
-def _view(model: Any, addresses: tuple[int, ...] | None) -> _View:
+def _view(model: Any, addresses: tuple[Hashable, ...] | None) -> _View:
     layers = blocks(model)
     path = next((name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers), "")
     quiet = bool(layers) and not model.training and not any(map(_is_watched, _running(model, path)))
     if not all_agree(model, quiet):
         return _View(None, ["the model is in training, or hooks watch it"] * len(layers))
-    weights = weight_addresses(model) if addresses is None else addresses, weight_versions(model)
+    weights = survey(model).addresses if addresses is None else addresses, weight_versions(model)
     previous, view = _views.get(model, ((), _View(None, [])))
     if previous != weights:
         view = _fused(model, path, layers)
         view = view if all_agree(model, view.model is not None) else _View(None, view.reasons)
         _views[model] = weights, view
     return view
-
-
-#: What PEFT changes of a layer to turn adapters on and off, without touching a tensor.
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-
-
-def weight_addresses(model: nn.Module) -> tuple[Hashable, ...]:
-    """Where the weights of a model lie, and which adapters are on: other ones once it was moved, cast, quantized or adapted."""
-    adapters = [str(vars(m)[name]) for m in model.modules() for name in _OF_ADAPTERS if name in vars(m)]
-    return (*[local_shard(t).data_ptr() for t in tensors_of(model)], *adapters)
 
 
 def weight_versions(model: nn.Module) -> int:
@@ -169,14 +160,6 @@ def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:
 def _is_watched(module: nn.Module) -> bool:
     """Whether somebody wants to see a module's calls (hooks, accelerate's offloading), or has replaced its forward."""
     return has_hooks(module) or ("forward" in vars(module) and not _is_parallel(module))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, other than those by which transformers collects outputs: they stay, and do nothing in between."""
-    collecting = "transformers.utils.output_capturing"
-    return bool(module._forward_pre_hooks) or any(
-        getattr(h, "__module__", "") != collecting for h in module._forward_hooks.values()
-    )
 
 
 def _is_parallel(module: nn.Module) -> bool:

@@ -31,12 +31,13 @@ from transformers.generation.utils import (
 )
 
 from halfbyte.errors import Unsupported, warn_once
-from halfbyte.hf.attention import CACHE
+from halfbyte.hf.attention import CACHE, check_one_text
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
-from halfbyte.hf.fused_blocks import fused_view, has_hooks
-from halfbyte.hf.model_support import rotations_by_length, tensors_of
+from halfbyte.hf.fused_blocks import fused_view
+from halfbyte.hf.recorded_prompt import PromptForward, padded_prompt, records_prompts, starts_of_prompt
 from halfbyte.hf.recorded_step import MOST_DRAFTS, Forward, LookupForward, keep_step, take_step
+from halfbyte.hf.survey import Survey, survey
 from halfbyte.hf.weights import ranks_of
 
 #: Steps between two looks at whether all sequences have finished; with drafts, which make fewer and longer steps.
@@ -78,7 +79,8 @@ class DecodeLoop:
         """The result of the call: ids [B, T], or transformers' output object."""
         call = (input_ids, logits_processor, stopping_criteria, generation_config)
         choice, drafts = Choice(*call[1:], self.generator), _drafts(generation_config, model_kwargs)
-        reason = _why_not(view, input_ids, generation_config, synced_gpus, model_kwargs)
+        model = survey(self.model)
+        reason = _why_not(view, model, input_ids, generation_config, synced_gpus, model_kwargs)
         if drafts and reason is None:
             reason = _why_no_lookup(view, choice, model_kwargs, len(input_ids), streamer)
         if reason is not None:
@@ -94,10 +96,12 @@ class DecodeLoop:
             model_kwargs.pop(name, None)
         ngram = generation_config.max_matching_ngram_size or 2
         lookup = _Lookup(min(drafts, MOST_DRAFTS), ngram) if drafts else None
-        return _Loop(self, view, input_ids, choice, streamer, lookup).run(model_kwargs)
+        return _Loop(self, view, model.addresses, input_ids, choice, streamer, lookup).run(model_kwargs)
 
 
-def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool, given: dict[str, Any]) -> str | None:
+def _why_not(
+    model: Any, found: Survey, input_ids: torch.Tensor, config: Any, synced_gpus: bool, given: dict[str, Any]
+) -> str | None:
     """Why a call cannot be recorded; None when it can."""
     cache = given.get(CACHE)
     mode = config.get_generation_mode(given.get("assistant_model")).value
@@ -111,11 +115,11 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         "compile_config is set": config.compile_config is not None,
         f"{', '.join(unknown)} may change from step to step": bool(unknown),
         "output_hidden_states and output_attentions are not collected": config.output_hidden_states or config.output_attentions,
-        "its rotary embedding depends on the length": bool(rotations_by_length(model)),
-        "the model, or its input, lies on several devices": len({t.device for t in (*tensors_of(model), input_ids)}) > 1,
+        "its rotary embedding depends on the length": found.by_length,
+        "the model, or its input, lies on several devices": len(found.devices | {input_ids.device}) > 1,
         "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
-        "hooks watch the model, and a replayed graph calls none": input_ids.is_cuda and any(map(has_hooks, model.modules())),
+        "hooks watch the model, and a replayed graph calls none": input_ids.is_cuda and found.has_hooks,
         "prefix tuning makes a cache of its own": _adapter(model) == "PREFIX_TUNING",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -179,9 +183,17 @@ class _Loop:
     """One call of `generate()`."""
 
     def __init__(
-        self, owner: DecodeLoop, view: Any, input_ids: torch.Tensor, choice: Choice, streamer: Any, lookup: _Lookup | None
+        self,
+        owner: DecodeLoop,
+        view: Any,
+        addresses: tuple[Hashable, ...],
+        input_ids: torch.Tensor,
+        choice: Choice,
+        streamer: Any,
+        lookup: _Lookup | None,
     ) -> None:
         self.owner, self.view, self.prompts, self.choice, self.config = owner, view, input_ids, choice, choice.config
+        self.addresses = addresses
         self.streamer, self.lookup = streamer, lookup
         #: Tokens of the longest sequence at least; without drafts, of all.
         self.length = self.start = self.streamed = input_ids.shape[1]
@@ -192,12 +204,13 @@ class _Loop:
         view, cache = self.view, inputs[CACHE]
         is_visible = not cache.is_default or bool(self.config.return_dict_in_generate)  # someone reads the cache afterwards
         cache.expect_drafts(None)  # of transformers' own loop
-        self.step = take_step(self.owner.model, cache, self.prompts, max(self.choice.longest, self.start + 1), not is_visible)
+        columns = max(self.choice.longest, self.start + 1)
+        self.step = take_step(self.owner.model, self.addresses, cache, self.prompts, columns, not is_visible)
         self.tokens, inputs[CACHE] = self.step.tokens, self.step.cache
         if self.step.cache is not cache:
             view.uses.enter_context(self.step.cache.used())
         self.tokens.begin(self.prompts, self.choice.longest, self.choice.padding)
-        outputs = view._prefill(self.prompts, self.config, inputs)
+        outputs = self._prompt(inputs, not is_visible)
         inputs = view._update_model_kwargs_for_generation(outputs, inputs)
         logits = outputs.logits[:, -1]
         del outputs
@@ -216,9 +229,24 @@ class _Loop:
             keep_step(self.owner.model, self.step)
         return self._result()
 
+    def _prompt(self, inputs: dict[str, Any], keeps: bool) -> Any:
+        """The output of the model for the prompts: by a graph that is kept, or as transformers runs them.
+
+        Padding changes M of a GEMM, and with it rounding, so the tokens of transformers' loop (without fused blocks) do without.
+        """
+        tokens = self.prompts.shape[1]
+        if keeps and self.owner.fuse_blocks and records_prompts(self.prompts) and self.config.prefill_chunk_size is None:
+            own = self.view.prepare_inputs_for_generation(
+                self.prompts, next_sequence_length=tokens, is_first_iteration=True, **inputs
+            )
+            if (padded := padded_prompt(own, tokens)) is not None:
+                check_one_text(own.get("position_ids"), starts_of_prompt(padded), self.tokens.lengths[:, 0])
+                return self.step.prompt(PromptForward, self.view.training, padded, WARM_UP)(self.view)
+        return self.view._prefill(self.prompts, self.config, inputs)
+
     def _steps(self, every: int, inputs: dict[str, Any]) -> None:
         """Every token but the first."""
-        view = fused_view(self.owner.model) if self.owner.fuse_blocks else None
+        view = fused_view(self.owner.model, self.addresses) if self.owner.fuse_blocks else None
         forward = self.view if view is None else view
         self.forward = self._first_forward((view, self.view.training, self.lookup), inputs)  # a view made anew is another
         more = True

@@ -73,12 +73,12 @@ def _parts(function: Callable[..., Any] | None) -> Iterator[Any]:
 def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch.Tensor) -> torch.Tensor | None:
     """Left padding as int32 [B, 1, 1, 1]: how many tokens at the front of each sequence are padding; None when there are none.
 
-    The pattern is always checked on a CPU, on a GPU only for chunks: the check synchronizes, and a decode step follows a prefill
-    that was checked.
+    The pattern is always checked on a CPU, on a GPU only for chunks that no CUDA graph captures: the check synchronizes, and a
+    decode step follows a prefill that was checked, as the recording of a prompt does.
     """
     padding = ~attention_mask.bool()
     starts = padding.sum(-1, dtype=torch.int32).view(-1, 1, 1, 1)
-    if torch.compiler.is_compiling() or (attention_mask.device.type != "cpu" and q_length == 1):
+    if torch.compiler.is_compiling() or (attention_mask.is_cuda and (q_length == 1 or torch.cuda.is_current_stream_capturing())):
         return starts
     if attention_mask.shape[-1] != int(q_offset) + q_length:
         raise InvalidArgument(

@@ -11,7 +11,7 @@ Options of a cache, too: one for all layers, or a list with one for each, checke
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,7 @@ from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import MIN_SCALE, Format, check_window, key_format, value_format
+from halfbyte.hf.survey import modules_of
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import F16_MAX
 
@@ -215,29 +216,19 @@ def check_continues(model: Any) -> None:
         )
 
 
-def rotations_by_length(model: nn.Module) -> list[nn.Module]:
-    """The rotary embeddings that depend on the length of the text: they change where it is longer than another length."""
-    kinds = ((m, str(vars(m).get("rope_type", ""))) for m in model.modules())
-    return [m for m, kind in kinds if "dynamic" in kind or "longrope" in kind]
-
-
-def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of a model, shared ones as often as they are there; several times faster than torch's own walk."""
-    stack: list[nn.Module | None] = [model]
-    while stack:
-        if (module := stack.pop()) is not None:
-            own = vars(module)
-            stack.extend(own["_modules"].values())
-            yield from (t for kind in ("_parameters", "_buffers") for t in own[kind].values() if t is not None)
-
-
 def _sees_both_sides(model: nn.Module) -> bool:
     """Whether an attention layer of the decoder says that it is not causal, as those of BERT do by default.
 
     Cross-attention sees all of the encoder's states, which are in a cache of their own.
     """
-    modules = ((name, m) for block in blocks(model) for name, m in block.named_modules())
-    return any(vars(m).get("is_causal", getattr(type(m), "is_causal", True)) is False and not _CROSS.search(n) for n, m in modules)
+    both = {
+        id(m)
+        for block in blocks(model)
+        for m in modules_of(block)
+        if vars(m).get("is_causal", getattr(type(m), "is_causal", True)) is False
+    }
+    modules = ((name, m) for block in blocks(model) for name, m in block.named_modules()) if both else ()
+    return any(id(m) in both and not _CROSS.search(name) for name, m in modules)
 
 
 def _refusal(name: str, reason: str) -> Unsupported:
@@ -340,6 +331,14 @@ def head_dims(config: Any, layer: int = 0) -> tuple[int, int]:
     return int(dim), int(getattr(own, "v_head_dim", None) or dim)
 
 
+def all_head_dims(config: Any) -> list[tuple[int, int]]:
+    """`head_dims` of every layer."""
+    count = int(config.num_hidden_layers)
+    if getattr(config, "is_heterogeneous", False):
+        return [head_dims(config, layer) for layer in range(count)]
+    return [head_dims(config)] * count
+
+
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
 BUCKET = 64
 
@@ -350,7 +349,7 @@ def layer_formats(
     """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
     check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
     count = int(config.num_hidden_layers)
-    dims = {head_dims(config, layer) for layer in range(count)}
+    dims = set(all_head_dims(config))
     k_formats = [key_format(name) for name in one_each("keys", keys, count)]
     v_formats = [value_format(name) for name in one_each("values", values, count)]
     for side, formats, sizes in zip(("keys", "values"), (k_formats, v_formats), zip(*sorted(dims), strict=True), strict=True):

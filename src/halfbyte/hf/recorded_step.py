@@ -1,8 +1,8 @@
-"""Decode steps recorded as CUDA graphs, kept from one call of `generate()` to the next.
+"""Decode steps, and prompts, recorded as CUDA graphs, kept from one call of `generate()` to the next.
 
 A `Step` is static memory (a cache, the tokens of a call, the inputs of a forward) and the graphs recorded over it: forwards, by the
 structure of their inputs, and the choices of a token that read their logits. Graphs read lengths on the device, so a step serves
-every call of its batch size that fits into its cache.
+every call of its batch size that fits into its cache. So are prompts (`recorded_prompt.py`).
 
 Prompt lookup (`generate(..., prompt_lookup_num_tokens=n)`) is a step, too:
 
@@ -28,12 +28,11 @@ from halfbyte.errors import warn_once
 from halfbyte.hf.attention import CACHE, DECODE_QUERIES
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.cache_layers import Chunk
-from halfbyte.hf.fused_blocks import weight_addresses
 from halfbyte.hf.model_support import BUCKET
 
 Result = TypeVar("Result")
-#: What is kept at most: steps of a model, forwards of a step, choices of a forward.
-MOST_STEPS, MOST_FORWARDS, MOST_CHOICES = 4, 4, 8
+#: What is kept at most: steps of a model, forwards of a step, recorded lengths of prompts, choices of a forward.
+MOST_STEPS, MOST_FORWARDS, MOST_PROMPTS, MOST_CHOICES = 4, 4, 8, 8
 #: Bytes of kept caches on other devices than a GPU.
 _BUDGET = 2**30
 #: Drafts of one step: with the newest token they are the queries that attention answers in one pass.
@@ -163,13 +162,14 @@ class LookupForward(Forward):
         self.cache: PackedCache = inputs[CACHE]
         blocks = [layer.key_format.token_block for layer in self.cache.packed if layer.key_format.token_block]
         self.block = min(blocks, default=None)
-        self.chunk = Chunk(*(torch.zeros(len(self.ids), dtype=torch.int32, device=self.ids.device) for _ in Chunk._fields))
+        self.held, counts = (torch.zeros(len(self.ids), dtype=torch.int32, device=self.ids.device) for _ in range(2))
+        self.chunk = Chunk(self.held, counts)
 
     def _run(self, forward: Callable[..., Any]) -> torch.Tensor:
         """Logits [B, L, V] behind the newest tokens and their drafts."""
         self._draft()
         self.cache.expect_chunk(self.chunk)
-        self.cache.set_lengths(self.chunk.held)
+        self.cache.set_lengths(self.held)
         logits: torch.Tensor = forward(**self.inputs, return_dict=True).logits
         return logits
 
@@ -185,7 +185,7 @@ class LookupForward(Forward):
         column = torch.arange(width, device=length.device)
         self.ids.copy_(torch.cat([tokens.last, drafts], 1))
         self.positions.copy_(length - tokens.left_padding + column.minimum((count - 1).clamp_min(0)))
-        for mine, new in zip(self.chunk, (length, count), strict=True):
+        for mine, new in ((self.held, length), (self.chunk.counts, count)):
             mine.copy_(new[:, 0])
 
     def take(self, chosen: torch.Tensor, ends: torch.Tensor, padding: torch.Tensor | int) -> None:
@@ -220,12 +220,13 @@ def drafted(ids: torch.Tensor, lengths: torch.Tensor, count: int, ngram: int) ->
 
 
 class Step:
-    """A cache, the tokens of a call, and the forwards that read them, the one used last at the end."""
+    """A cache, the tokens of a call, and the forwards that read them and those of prompts, the ones used last at the end."""
 
     def __init__(self, key: Hashable, cache: PackedCache, prompts: torch.Tensor, columns: int) -> None:
         self.key, self.cache = key, cache
         self.tokens = Tokens(prompts, max(columns, cache.capacity + 1) + DECODE_QUERIES)  # a step may write so many beyond the end
         self.forwards: list[Forward] = []
+        self.prompts: list[Forward] = []
         self.pool = torch.cuda.graph_pool_handle() if prompts.is_cuda else None
 
     def fits(self, cache: PackedCache, columns: int) -> bool:
@@ -234,18 +235,29 @@ class Step:
 
     def forward(self, make: Callable[..., Forward], kind: Hashable, inputs: dict[str, Any], warm_up: int) -> Forward:
         """The forward of a `kind` that reads such inputs; they are those of a call's first step."""
-        match = next((forward for forward in self.forwards if forward.takes(kind, inputs)), None)
+        return self._kept(self.forwards, MOST_FORWARDS, make, kind, inputs, warm_up)
+
+    def prompt(self, make: Callable[..., Forward], kind: Hashable, inputs: dict[str, Any], warm_up: int) -> Forward:
+        """The forward of a `recorded_prompt.padded_prompt`."""
+        return self._kept(self.prompts, MOST_PROMPTS, make, kind, inputs, warm_up)
+
+    def _kept(
+        self, held: list[Forward], most: int, make: Callable[..., Forward], kind: Hashable, inputs: dict[str, Any], warm_up: int
+    ) -> Forward:
+        """One of `held`, which are `most` and the one used last at the end, or a new one in place of the first."""
+        match = next((forward for forward in held if forward.takes(kind, inputs)), None)
         if match is None:
             own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
             match = make(kind, own, Recorded(warm_up, self.pool), self.tokens)
         if match.recorded.graph is not None:
             self.cache.expect_replays(True)
-        self.forwards = [*(one for one in self.forwards if one is not match), match][-MOST_FORWARDS:]
+        held[:] = [*(one for one in held if one is not match), match][-most:]
         return match
 
 
-def take_step(model: Any, cache: PackedCache, prompts: torch.Tensor, columns: int, keeps: bool) -> Step:
-    """A step of a model for a call with these prompts [B, T], a `cache` that holds nothing yet, and `columns` tokens at most.
+def take_step(model: Any, addresses: Hashable, cache: PackedCache, prompts: torch.Tensor, columns: int, keeps: bool) -> Step:
+    """A step of a model with weights at `addresses` for a call with these prompts [B, T], a `cache` that holds nothing yet, and
+    `columns` tokens at most.
 
     A kept step of the same batch size serves every call that fits into its cache. Else its cache is freed, and the new one has room
     for up to a quarter more than is needed. A model keeps `MOST_STEPS` steps; those used least recently are dropped for a new one,
@@ -254,7 +266,7 @@ def take_step(model: Any, cache: PackedCache, prompts: torch.Tensor, columns: in
     if not keeps:
         return Step(None, cache, prompts, columns)
     cache.grow(max(1, columns - 1))  # a stopping criterion of the call may allow more than its configuration
-    key, steps = _key(model, cache, prompts), _kept.get(model, {})
+    key, steps = _key(addresses, cache, prompts), _kept.get(model, {})
     step = steps.pop(key, None)
     if step is not None and step.fits(cache, columns):
         step.cache.reset()
@@ -295,14 +307,14 @@ def roomy(capacity: int) -> int:
     return -(-capacity // step) * step
 
 
-def _key(model: Any, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ...]:
+def _key(addresses: Hashable, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ...]:
     """What a step depends on: batch size, the cache's layout, the mode of its memory, and, last, where the weights lie.
 
     The batch size is exact: another one may have other plans, and with them other rounding. The ids are of objects that the cache
     of a step holds. What was made in `torch.inference_mode` is read-only outside of it, states of transformers included.
     """
     layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens, id(layer.calibrated)) for layer in cache.packed)
-    return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), weight_addresses(model)
+    return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), addresses
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -30,13 +30,15 @@ def prefill_attention(
     starts: torch.Tensor | None = None,
     return_lse: bool = False,
     appended: bool = True,
+    begins: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a new chunk over itself, unquantized, and over the packed past, merged by log-sum-exp.
 
     q [B, Hq, L, D]; k [B, H, L, D] and v [B, H, L, Dv] are the chunk's own keys and values, which `cache.append` has already
-    stored as each sequence's last L tokens; appended=False: it has not, and the cache holds what came before. Options and result as
-    in `decode_attention`; `starts` counts from the cache's start.
+    stored as each sequence's last L tokens; appended=False: it has not, and the cache holds what came before. begins=True: nothing
+    came before, and the cache, in which some of the last tokens may be missing (padding), is not read. Options and result as in
+    `decode_attention`; `starts` counts from the cache's start.
 
     On a GPU, with impl="auto", torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of one size up to
     256, no softcap, no ALiBi).
@@ -48,7 +50,7 @@ def prefill_attention(
         check_tensor(name, x, (q.shape[0], buffer.heads, q.shape[2], buffer.dim), device=q.device)
     own = options._replace(sinks=None, rotate_keys=False)
     level, parts = level_of(impl, q), []
-    if not _fresh(cache, q.shape[2] * appended):
+    if not (begins or _fresh(cache, q.shape[2] * appended)):
         past = cache.lengths - q.shape[2] * appended
         parts.append(attend(call._replace(query_start=past, options=options._replace(sinks=None, ends=past))))
         own = own if options.starts is None else own._replace(starts=(options.starts - past).clamp_min(0))
