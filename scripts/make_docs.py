@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import make_tables as tables
-from docgen import crossovers, diagrams, first_hour, formats, performance, pictures, reference, summary, trust
+from docgen import crossovers, diagrams, first_hour, formats, performance, pictures, reference, summary, trust, users
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
@@ -33,8 +33,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "fits": partial(pictures.tag, "fits", "docs/assets"),
         "choice": summary.choice,
         "whole models": summary.whole_models,
+        "in vllm": users.in_vllm,
         "gpus": summary.gpus,
     },
+    "docs/guides/vllm.md": {"in vllm": users.in_vllm},
     "docs/index.md": {"row": partial(pictures.tag, "row", "assets"), "choice": summary.choice},
     "docs/guides/choosing-formats.md": {"choice": summary.choice},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
@@ -78,6 +80,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance/comparisons.md": {"losses": performance.losses, "libraries": performance.libraries},
     **{f"docs/performance/{name}.md": {name: partial(tables.study, name)} for name in QUESTIONS},
 }
+BLOCKS["docs/performance/prompts.md"]["first tokens"] = users.first_tokens
 
 
 def pages() -> list[Path]:
