@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from edits import Edit, StaleEdit, mutated
+from edits import Edit, InText, Rewrite, StaleEdit, mutated
 
 
 class Mutant(NamedTuple):
@@ -33,6 +35,22 @@ class Mutant(NamedTuple):
             raise StaleEdit(f"{self.name!r} in {self.file}: {error}") from None
 
 
-def tests_of(file: str) -> Callable[..., tuple[str, ...]]:
-    """Names of tests in a file become what pytest takes; none: the whole file."""
-    return lambda *names: tuple(f"{file}::{name}" for name in names) or (file,)
+def faults(text: str) -> Iterator[Mutant]:
+    """What a file of faults lists: under "## FILE OF HALFBYTE | FILE OF TESTS" the faults of one that the other notices, each as
+
+        name | test | ...
+            function | pattern => replacement
+
+    A `Rewrite`; `InText` with both in JSON's double quotes. Without a test the whole file of tests notices it; a test of
+    another file is named with that, "file::test". A line that begins with "=>" or "|" continues the one before it.
+    """
+    file = tests = ""
+    lines = iter(re.sub(r"\n +(?=(=>|\|) )", " ", text).splitlines())
+    for line in lines:
+        if line.startswith("## "):
+            file, tests = line.removeprefix("## ").split(" | ")
+        elif line and not line.startswith("#"):
+            (name, *ids), (function, edit) = line.split(" | "), next(lines).strip().split(" | ", 1)
+            pattern, replacement = edit.replace("\\n", "\n").split(" => ")
+            fault = InText(json.loads(pattern), json.loads(replacement)) if pattern[0] == '"' else Rewrite(pattern, replacement)
+            yield Mutant(name, file, function, fault, tuple(i if "::" in i else f"{tests}::{i}" for i in ids) or (tests,))

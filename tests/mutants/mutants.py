@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from faults_blocks import BLOCK
-from faults_experts import EXPERTS
-from faults_files import FILE_FAULTS
-from faults_linear import LINEAR
-from faults_numerics import NUMERICS
-from faults_state import STATE
+from pathlib import Path
 
-MUTANTS = [*NUMERICS, *STATE, *LINEAR, *EXPERTS, *BLOCK, *FILE_FAULTS]
+from mutant import faults
+
+MUTANTS = [mutant for file in sorted(Path(__file__).parent.glob("faults_*.txt")) for mutant in faults(file.read_text())]
