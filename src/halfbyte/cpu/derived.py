@@ -30,8 +30,8 @@ class Derived(Generic[T]):
                 return self.make(owner)
             key += [getattr(t, "_version") for t in tensors]  # noqa: B009 (a name of torch)
         number = id(owner)
-        known = self._known.get(number)
-        if known is None or known[1] != key or known[0]() is not owner:
+        entry = self._known.get(number)
+        if entry is None or entry[1] != key or entry[0]() is not owner:
             reference = weakref.ref(owner, lambda _: self._known.pop(number, None))
-            known = self._known[number] = reference, key, self.make(owner)
-        return known[2]
+            entry = self._known[number] = reference, key, self.make(owner)
+        return entry[2]

@@ -161,7 +161,7 @@ def advise(
     if not choices:
         raise Unsupported(f"model={model!r}: none of the weight formats considered fits the sizes of its layers")
     best, reason = recommend(choices if is_own else plain, default)
-    best = next((shown for shown, bare in zip(choices, plain, strict=True) if best in (shown, bare)), None)
+    best = next((choice for choice, bare in zip(choices, plain, strict=True) if best in (choice, bare)), None)
     remarks = (*notes(sizes.skeleton, sizes.plain, None, None, None), *sizes.notes())
     measured_model = card.model if card is not None and any(c.evidence for c in choices) else None
     if card is not None and measured_model is not None and is_own and card.dtype != dtype:
