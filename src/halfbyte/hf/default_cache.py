@@ -113,8 +113,9 @@ class Generate(Replaced):
         recorded       decode steps are recorded in CUDA graphs and replayed, where that is possible; a warning says why not. The
                        graphs and the cache of a call that returns neither are kept for the next call of the same batch size, up to
                        a quarter of the GPU's memory; `halfbyte.hf.release` frees them. False: transformers' own loop
-        fuse_blocks    recorded steps run decoder blocks in few launches, where that gives what the family's own block gives. Their
-                       rounding may change a token whose logits are nearly equal. False: the tokens of transformers' loop
+        fuse_blocks    recorded steps run decoder blocks in few launches, where that gives what the family's own block gives, and
+                       short prompts are padded and recorded. Rounding may change a token whose logits are nearly equal. False: the
+                       tokens of transformers' loop
         generator      where samples are drawn from, on the model's device; None: torch's default
 
         prompt_lookup_num_tokens=n decodes speculatively in recorded steps, at most 15 drafts a step, for batches too.

@@ -74,7 +74,7 @@ class Recorded:
                 self.result = run()
         except RuntimeError as error:
             torch.cuda.synchronize()
-            warn_once(f"a decode step of this model cannot be recorded in a CUDA graph and runs without: {error}")
+            warn_once(f"a forward of this model cannot be recorded in a CUDA graph and runs without: {error}")
         else:
             self.graph = graph
 
