@@ -80,7 +80,7 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_level_here_is_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right as they are. A level that is wrong, or raises, is named with the call; one that refuses a call is not at fault."""
     results = list(doctor.checks())
-    assert {one.call.split(",")[0] for one in results} == {"decode_attention", "linear", "experts_linear"}  # append has one level
+    assert {one.call.split(",")[0] for one in results} == {"append", "decode_attention", "linear", "experts_linear"}
     for names in (halfbyte.KV_FORMATS, halfbyte.WEIGHT_FORMATS):
         assert all(any(name in one.call for one in results) for name in names)
     assert {one.level for one in results} == {"cpu"}

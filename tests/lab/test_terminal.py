@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_named_and_shown_by_wide() -> None:
     shown = lines(present.HEADERS, found, 2, False)
     assert shown[-1] == "--wide also shows: weights MB, top-1 %, KL p99, KL by quarter, seconds"
     wide = lines(present.HEADERS, found, 2, True)
-    assert "1.0e-03 1.0e-03 1.0e-03" in wide[-1]
+    assert "1e-03 1e-03 1e-03" in wide[-1]
     assert len(wide) == len([row for row in found if row]) + wide.index(next(line for line in wide if "──" in line)) + 1 + 3
     assert not any("--wide" in line for line in wide)
 

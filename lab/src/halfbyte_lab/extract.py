@@ -125,10 +125,11 @@ def _projections(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | N
 
 def load_layer(name: str, layer: int = 0, head: int | None = None) -> Projections:
     """`extract` from a model folder, a Hub id or `demo`; the files are checked as `halfbyte.hf.load` does."""
-    from transformers.utils import logging
-
-    from halfbyte.hf.checkpoint import load
+    from halfbyte.hf.checkpoint import load  # which says so where transformers is not installed
     from halfbyte.paths import resolve_model
 
+    path = resolve_model(name)
+    from transformers.utils import logging
+
     logging.disable_progress_bar()
-    return extract(load(resolve_model(name), dtype=torch.float32), name, layer, head)
+    return extract(load(path, dtype=torch.float32), name, layer, head)

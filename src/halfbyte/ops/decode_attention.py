@@ -145,9 +145,10 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
     call = checked(call) if unchecked else call
     call = call._replace(impl=level_of(call.impl, call.q))
     kernel = call.impl not in _LEVELS and call.q.numel() > 0
-    if kernel and can_bypass_dispatcher(call.q, call.keys.codes, call.values.codes):
+    tensors = call.q, call.keys.codes, call.values.codes, call.options.sinks, call.options.alibi_slopes
+    if kernel and can_bypass_dispatcher(*tensors):
         return gpu.run(call, signature=signature, into=into)  # the dispatcher would take longer than the kernel
-    if call.impl in _LEVELS and can_bypass_on_cpu(call.q, call.keys.codes, call.values.codes):
+    if call.impl in _LEVELS and can_bypass_on_cpu(*tensors):
         return _run(call)
     out: Results = DECODE(call)
     return out
