@@ -362,3 +362,14 @@ def test_a_block_that_only_compiles_loads_what_it_compiled(monkeypatch: pytest.M
             add[(1,)](x, x, x, 64, BLOCK=block)
         assert not runs
     assert runs == [(True, 64), (True, 128)]
+
+
+def test_where_no_process_starts_launches_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel.sys, "executable", "")
+    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    ahead = parallel.Ahead((9, 0))
+    for c in [c for c in importlib.import_module("variants.block").configurations() if 90 in c.targets][:2]:
+        ahead.add(c)
+    ahead.begin()
+    assert len(ahead.jobs) == 2
+    assert not list(ahead.results())

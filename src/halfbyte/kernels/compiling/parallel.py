@@ -85,7 +85,13 @@ class Ahead:
         self._known.add(job.stamp)
         self.jobs += [] if job.stamp.exists() else [job]
         if self.compilers is None and len(self.jobs) > 1 and _cores() > 1:  # one is compiled as fast by its launch
-            self.compilers = Compilers()
+            with suppress(OSError):  # no process may be started: launches compile
+                self.compilers = Compilers()
+
+    def close(self) -> None:
+        """Compile nothing."""
+        if self.compilers is not None:
+            self.compilers.close()
 
     def begin(self) -> None:
         """Compile what no earlier process has, in the background."""
@@ -131,6 +137,9 @@ def compile_only(wait: bool) -> Iterator[None]:
     type.__setattr__(JITFunction, "run", record)
     try:
         yield
+    except BaseException:
+        ahead.close()
+        raise
     finally:
         type.__setattr__(JITFunction, "run", run)
     ahead.begin()
