@@ -104,6 +104,15 @@ def test_compiled_sums_run() -> None:
     assert cpu.projections(x, [weight(48, width=32)], [None]) is None
 
 
+def test_a_norm_with_a_gradient_is_no_compiled_sum() -> None:
+    """Its gradient would be lost without a word."""
+    x, residual, before = r(2, 64).bfloat16(), r(2, 48).bfloat16(), norm(48)
+    before = Norm(before.weight.bfloat16().requires_grad_(), before.eps, before.kind)
+    out = add_projection(x, weight(48), None, residual, before)[1]
+    assert isinstance(out, torch.Tensor)
+    assert out.requires_grad
+
+
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "residual of another shape": (lambda: add_norm(r(2, 8), r(3, 8), None), InvalidArgument, "residual has shape"),
     "residual of another type": (lambda: add_norm(r(2, 8), r(2, 8).half(), None), InvalidArgument, "residual is torch.float16"),

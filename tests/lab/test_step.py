@@ -78,8 +78,7 @@ def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "demo-2: " in step.says(measured)[0]
     fused = step.kinds(measured[3])
     assert fused["linear"] > 0 < fused["attention"]
-    # Gaps fill a traced step up to the timed one. On a CPU it takes longer: under the profiler ops pass torch's dispatcher.
-    assert 0.999 <= sum(fused.values()) / (1e6 * (measured[3].seconds or 0)) < 4
+    assert sum(fused.values()) == pytest.approx(1e6 * (measured[3].seconds or 0), rel=0.5)
 
 
 def test_launches_by_kind() -> None:

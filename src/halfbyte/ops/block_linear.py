@@ -15,7 +15,7 @@ from halfbyte.arguments import check_tensor
 from halfbyte.cpu import block as cpu
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level, on_cpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.block import add_norm, check_norm, gated, norm_rows
 from halfbyte.ops.linear import linear, projections
@@ -62,15 +62,18 @@ def add_projection(
     hidden has the bits of `linear` and `add_norm`. With `before` None the second result is None; in bf16, where one launch does
     it all, it is `Unscaled`. Raises `InvalidArgument` naming the argument at fault.
     """
-    if _runs_on_cpu(x, bias, residual) and (sums := cpu.add_projection(x, weight, bias, residual, before, multiplier)):
-        return sums
+    own = None if before is None else before.weight
+    if _runs_on_cpu(x, bias, residual, own):
+        sums = on_cpu("linear", cpu.add_projection, x, weight, bias, residual, before, multiplier)
+        if sums is not None:
+            return sums
     call = LinearCall(x, (weight,), (bias,))
     call.check(("",))
     check_tensor("residual", residual, (*x.shape[:-1], weight.shape[0]), device=x.device)
     check(residual.dtype is x.dtype, f"residual is {residual.dtype} and x {x.dtype}; they must have the same type")
     if before is not None:
         check_norm("before", before, residual)
-    plan = _plan(call, residual, None if before is None else before.weight)
+    plan = _plan(call, residual, own)
     # fp16 could overflow in hidden * weight.
     if plan is None or not (before is None or x.dtype is before.weight.dtype is torch.bfloat16):
         return add_norm(linear(x, weight, bias), residual, before, multiplier=multiplier)
@@ -89,7 +92,7 @@ def add_projection(
 def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
     """`projections` of rows, [..., N] of each weight."""
     if isinstance(x, torch.Tensor):
-        outs = cpu.projections(x, weights, biases) if _runs_on_cpu(x, *biases) else None
+        outs = on_cpu("linear", cpu.projections, x, weights, biases) if _runs_on_cpu(x, *biases) else None
         return projections(x, weights, biases) if outs is None else outs
     call = LinearCall(x.weighted, weights, biases)
     plan = _plan(call)
@@ -112,7 +115,7 @@ def gated_projection(
     if activation not in ACTIVATIONS:
         raise InvalidArgument(f"activation={activation!r}; choose one of: {', '.join(ACTIVATIONS)}")
     if isinstance(x, torch.Tensor) and _runs_on_cpu(x, *biases):
-        product = cpu.gated_projection(x, weights, biases, activation)
+        product = on_cpu("linear", cpu.gated_projection, x, weights, biases, activation)
         if product is not None:
             return product
     call = LinearCall(x if isinstance(x, torch.Tensor) else x.weighted, weights, biases)
