@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[1]
 SOURCES = {"halfbyte": TESTS.parent / "src" / "halfbyte", "halfbyte_lab": TESTS.parent / "lab" / "src" / "halfbyte_lab"}
 #: No fault: where kernels are compiled, and in Triton's interpreter, which replaces the compiler in a whole process.
 CONTROLS = {"compiled": False, "interpreted": True}
-pytestmark = pytest.mark.timeout(1800)  # all of them run for the first test
+pytestmark = pytest.mark.timeout(900)  # all of them run for the first test
 STALE = -1  # in place of an exit status: the edit does not apply
 
 
@@ -29,6 +29,9 @@ def copy_with(mutant: Mutant | None, to: Path) -> str:
     """Library and laboratory, by symbolic links, but for the file with the fault, if there is one."""
     for name, source in SOURCES.items():
         shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"), copy_function=os.symlink)
+    loops = to.parent / "loops"  # compiled once for all copies: numba's names for them hold a digest of their sources
+    loops.mkdir(exist_ok=True)
+    (to / "halfbyte" / "cpu" / "compiled" / "__pycache__").symlink_to(loops)
     if mutant is not None:
         file = to / mutant.path
         text = mutant.applied(file.read_text())
@@ -68,7 +71,7 @@ def in_interpreter(test: str) -> bool:
     return test.startswith("interpreted/")
 
 
-def run(jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool, seconds: float = 1500) -> list[tuple[int, str]]:
+def run(jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool, seconds: float = 880) -> list[tuple[int, str]]:
     """Exit status and log of each job: a copy of the source and the tests to run against it."""
     logs.mkdir()
     (logs / "jobs.json").write_text(json.dumps(jobs))
