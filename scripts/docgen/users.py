@@ -40,7 +40,7 @@ def in_vllm() -> str:
     told = (
         f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights and "
         f"output layer in bf16. Tokens that fit: {before['kv_tokens']:,} and {now['kv_tokens']:,}. 16 bits ran on another GPU of "
-        f"that kind. With an empty kernel cache halfbyte's engine, the first on its machine, was ready after {now['start_s']:.0f} s; "
+        f"that kind. With an empty kernel cache halfbyte's engine, the first on its machine, took {now['start_s']:.0f} s to start; "
         f"stock's {before['start_s']:.0f} s are of a second engine, whose files were in memory, so the two do not compare."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
