@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from halfbyte.cpu import linear as cpu
+from halfbyte.cpu.profiled import profiled
 from halfbyte.reference.block import Norm, gated
 from halfbyte.tensors import QuantTensor
 
@@ -28,6 +29,10 @@ def projections(
     """[..., N] of each weight."""
     if not cpu.in_tiles(x, weights) or not all(map(_is_bias, biases, weights)):
         return None
+    return profiled("linear", _projections, x, weights, biases)
+
+
+def _projections(x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     rows = cpu.tile_rows(x)
     return [cpu.by_tiles(x, rows, each, bias) for each, bias in zip(weights, biases, strict=True)]
 
@@ -49,6 +54,12 @@ def add_projection(
         return None
     if not cpu.in_tiles(x, (weight,)) or not _is_bias(bias, weight) or residual.shape != (*x.shape[:-1], weight.shape[0]):
         return None
+    return profiled("linear", _add_projection, x, weight, bias, residual, before, multiplier)
+
+
+def _add_projection(
+    x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, residual: torch.Tensor, before: Norm | None, multiplier: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     from halfbyte.cpu.compiled.block import add_norm
 
     sums = cpu.tile_sums(x, cpu.tile_rows(x), weight, bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad as _forward
@@ -18,12 +18,10 @@ from halfbyte.transforms import RefusingLibrary, refuse_transform
 
 NAMESPACE = "halfbyte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-T = TypeVar("T")
 
 #: Bound once: attribute lookups dominate a cached call.
 _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_grad_enabled
 _transforms, _has_modes = torch._C._functorch.peek_interpreter_stack, torch._C._len_torch_dispatch_stack
-_profiler_runs = torch._C._autograd._profiler_enabled
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,14 +89,6 @@ def can_bypass_on_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     if _transforms() is not None or _has_modes() or torch.is_autocast_enabled("cpu"):
         return False
     return not _is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in (x, *others))
-
-
-def on_cpu(op: str, run: Callable[..., T], *args: Any) -> T:
-    """run(*args) past the dispatcher; torch's profiler, where it runs, sees it by the name of the op."""
-    if not _profiler_runs():
-        return run(*args)
-    with torch.profiler.record_function(f"halfbyte::{op}"):
-        return run(*args)
 
 
 def pairs_launches(device: torch.device) -> bool:

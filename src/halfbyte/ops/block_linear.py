@@ -15,7 +15,7 @@ from halfbyte.arguments import check_tensor
 from halfbyte.cpu import block as cpu
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level, on_cpu
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.block import add_norm, check_norm, gated, norm_rows
 from halfbyte.ops.linear import linear, projections
@@ -63,10 +63,8 @@ def add_projection(
     it all, it is `Unscaled`. Raises `InvalidArgument` naming the argument at fault.
     """
     own = None if before is None else before.weight
-    if _runs_on_cpu(x, bias, residual, own):
-        sums = on_cpu("linear", cpu.add_projection, x, weight, bias, residual, before, multiplier)
-        if sums is not None:
-            return sums
+    if _runs_on_cpu(x, bias, residual, own) and (sums := cpu.add_projection(x, weight, bias, residual, before, multiplier)):
+        return sums
     call = LinearCall(x, (weight,), (bias,))
     call.check(("",))
     check_tensor("residual", residual, (*x.shape[:-1], weight.shape[0]), device=x.device)
@@ -92,7 +90,7 @@ def add_projection(
 def projected(x: Rows, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
     """`projections` of rows, [..., N] of each weight."""
     if isinstance(x, torch.Tensor):
-        outs = on_cpu("linear", cpu.projections, x, weights, biases) if _runs_on_cpu(x, *biases) else None
+        outs = cpu.projections(x, weights, biases) if _runs_on_cpu(x, *biases) else None
         return projections(x, weights, biases) if outs is None else outs
     call = LinearCall(x.weighted, weights, biases)
     plan = _plan(call)
@@ -115,7 +113,7 @@ def gated_projection(
     if activation not in ACTIVATIONS:
         raise InvalidArgument(f"activation={activation!r}; choose one of: {', '.join(ACTIVATIONS)}")
     if isinstance(x, torch.Tensor) and _runs_on_cpu(x, *biases):
-        product = on_cpu("linear", cpu.gated_projection, x, weights, biases, activation)
+        product = cpu.gated_projection(x, weights, biases, activation)
         if product is not None:
             return product
     call = LinearCall(x if isinstance(x, torch.Tensor) else x.weighted, weights, biases)

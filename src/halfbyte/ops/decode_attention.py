@@ -9,11 +9,12 @@ import torch
 
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
+from halfbyte.cpu.profiled import profiled
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._decode_on_gpu import DECODE
-from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level, on_cpu, refuse_capture
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level, refuse_capture
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
@@ -149,7 +150,7 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
     if kernel and can_bypass_dispatcher(*tensors):
         return gpu.run(call, signature=signature, into=into)  # the dispatcher would take longer than the kernel
     if call.impl in _LEVELS and can_bypass_on_cpu(*tensors):
-        return on_cpu("decode_attention", _run, call)
+        return profiled("decode_attention", _run, call)
     out: Results = DECODE(call)
     return out
 

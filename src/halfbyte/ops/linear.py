@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from halfbyte.cpu import linear as cpu
+from halfbyte.cpu.profiled import profiled
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level, on_cpu
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level
 from halfbyte.ops._linear_call import LINEAR, LinearCall
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import linear as reference
@@ -118,7 +119,7 @@ def _multiply(call: LinearCall, op: str, names: Sequence[str]) -> Sequence[torch
     if call.impl not in _LEVELS and can_bypass_dispatcher(call.x, *call.biases):
         return gpu.run(call, signature)
     if call.impl in _LEVELS and can_bypass_on_cpu(call.x, *call.biases):
-        return on_cpu("linear", _run, call)
+        return profiled("linear", _run, call)
     outs: list[torch.Tensor] = LINEAR(call)
     return outs
 
