@@ -15,6 +15,7 @@ from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops.decode_attention import QUERY_BLOCK, decode_attention
+from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.merge_states import merge_states
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.paging import PagedKVCache
@@ -387,6 +388,31 @@ def test_prefill_is_decode_when_the_cache_is_exact(options: dict[str, Any], coun
     b = decode_attention(q, cache, return_lse=True, impl="reference", **options)
     for got, expected in zip(a, b, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_latents_are_keys_and_values_of_every_head(impl: str) -> None:
+    """MLA: a step and a prompt over latents, against the formula over keys and values that all heads have expanded."""
+    rank, rotary, own, value_dim = 32, 16, 24, 20
+    cache = KVCache(2, 1, rotary, 64, keys="int4", values="int8_g32", value_dim=rank)
+    keys, values = torch.randn(6, rank, own).double(), torch.randn(6, rank, value_dim).double()
+    heads, starts, new = LatentHeads(keys, values), torch.tensor([0, 3]), torch.randn(2, 1, 7, rank + rotary)
+    cache.append(torch.randn(2, 1, 30, rotary), torch.randn(2, 1, 30, rank))
+    past = [x[:, :, :30].double() for x in cache.dequantized()]
+    q, options = torch.randn(2, 6, 7, own + rotary).double(), {"sm_scale": 0.2, "starts": starts, "impl": impl}
+
+    def expanded(rotary_keys: torch.Tensor, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([latents @ keys, rotary_keys.expand(-1, 6, -1, -1)], -1), latents @ values
+
+    latents, rotary_keys = new.double().split([rank, rotary], -1)
+    cache.append(rotary_keys, latents)
+    prompt = prefill_attention(q, *expanded(rotary_keys, latents), cache, latent_heads=heads, **options)
+    step = heads.expanded(decode_attention(heads.absorbed(q), cache, latent=True, **options))
+    exact = [torch.cat(pair, 2) for pair in zip(past, (rotary_keys, latents), strict=True)]
+    stored = [x[:, :, :37].double() for x in cache.dequantized()]
+    for result, sides in ((prompt, exact), (step, stored)):
+        where = torch.tensor([37, 37]), torch.tensor([30, 30]), AttentionOptions(0.2, starts=starts)
+        torch.testing.assert_close(result, reference.attend(q, *expanded(*sides), *where)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])

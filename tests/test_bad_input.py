@@ -233,6 +233,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "attend: q of float8": (attend(r(2, 4, 1, 64).to(FP8)), "q is"),
     "attend: q complex": (attend(r(2, 4, 1, 64).to(torch.complex64)), "q is"),
     "attend: q on another device": (attend(r(2, 4, 1, 64).to(META)), "q is on meta"),
+    "attend: latents without a scale": (attend(r(2, 4, 1, 128), latent=True), "sm_scale is None; with latent=True"),
+    "attend: q without its part for latents": (attend(latent=True, sm_scale=1.0), r"q has shape .* 128\]"),
     "attend: window 0": (attend(window=0), "window=0"),
     "attend: window -3": (attend(window=-3), "window=-3"),
     "attend: window a fraction": (attend(window=2.5), "window"),

@@ -54,12 +54,15 @@ class Case:
     query_start: torch.Tensor
     options: AttentionOptions
     page_table: torch.Tensor | None = None
+    latent: bool = False
 
     def run(self, block: int = cpu.BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
         with mock.patch.object(cpu, "BLOCK", block):
-            return cpu.decode_attention(
-                DecodeCall(self.q, self.keys, self.values, self.lengths, self.query_start, self.page_table, self.options)
-            )
+            return cpu.decode_attention(self.call())
+
+    def call(self) -> DecodeCall:
+        memory = self.keys, self.values, self.lengths, self.query_start, self.page_table
+        return DecodeCall(self.q, *memory, self.options, latent=self.latent)
 
     def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise.
@@ -68,6 +71,7 @@ class Case:
         """
         k, v = (reference.read(side, self.lengths, self.page_table) for side in (self.keys, self.values))
         k = rotate(k.double()) if self.options.rotate_keys else k
+        k = torch.cat([v, k], -1) if self.latent else k
         return reference.attend(self.q.to(dtype), k.to(dtype), v.to(dtype), self.lengths, self.query_start, self.options)
 
     def check(self, block: int = cpu.BLOCK) -> None:
@@ -148,6 +152,7 @@ def case(
     value_dim: int | None = None,
     seed: int = 0,
     exact: tuple[int, int] = (0, 0),
+    latent: bool = False,
     **options: Any,
 ) -> Case:
     rng = torch.Generator().manual_seed(seed)
@@ -157,7 +162,8 @@ def case(
     k = torch.randn(len(lengths), heads[1], capacity, dim, generator=rng)
     k[..., ::7] += k_bias
     v = torch.randn(len(lengths), heads[1], capacity, value_dim or dim, generator=rng) * v_scale
-    q = (torch.randn(len(lengths), heads[0], queries, dim, generator=rng) * q_scale).to(dtype)
+    query_dim = dim + v.shape[-1] * latent
+    q = (torch.randn(len(lengths), heads[0], queries, query_dim, generator=rng) * q_scale).to(dtype)
     return Case(
         q,
         store(k, keys, stored, strided=strided, exact=exact),
@@ -165,6 +171,7 @@ def case(
         stored,
         (stored - queries).clamp_min(0),
         AttentionOptions(**{"sm_scale": dim**-0.5, **options}),
+        latent=latent,
     )
 
 
@@ -189,6 +196,32 @@ def shuffled(batch: int, pages: int) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- formats
+
+
+#: A latent and a rotary key in every format, of a head or of several, with and without tails.
+LATENTS: list[dict[str, Any]] = [
+    *({"keys": keys, "values": VALUE_FORMATS[i % len(VALUE_FORMATS)], "queries": 1 + i % 3} for i, keys in enumerate(KV_FORMATS)),
+    {"keys": "bf16", "values": "int8", "softcap": 5.0, "heads": (16, 1), "lengths": [70, 33]},
+    {"keys": "int8", "values": "int4_g32", "rotate_keys": True, "starts": torch.tensor([3, 0], dtype=torch.int32), "queries": 2},
+    {"keys": "int8_channel", "values": "int4", "rotate_keys": True, "window": 9, "lengths": [70, 33]},
+    {"keys": "int8", "values": "int8_tensor", "exact": (3, 20), "queries": 2},
+    {"keys": "fp8", "values": "fp8", "heads": (4, 2), "strided": True, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+]
+
+
+@pytest.mark.parametrize("options", LATENTS, ids=str)
+def test_latents_are_values_and_most_of_the_keys(options: dict[str, Any]) -> None:
+    for dtype, block in ((torch.float32, cpu.BLOCK), (torch.bfloat16, 1)):
+        case(**{"dim": 128, "value_dim": 256, "heads": (4, 1), "latent": True, "dtype": dtype, **options}).check(block)
+
+
+def test_latents_in_pages() -> None:
+    c, order = case(dim=64, value_dim=128, heads=(4, 1), latent=True), shuffled(2, 6)
+    dense = c.run()
+    c.keys, c.values, c.page_table = paged(c.keys, 16, order), paged(c.values, 16, order), order
+    for ours, theirs in zip(c.run(), dense, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    c.check()
 
 
 @pytest.mark.slow(sample=4)

@@ -122,6 +122,7 @@ def test_opcheck_decode_attention(layout: dict[str, Any], level: str) -> None:
     plain = AttentionOptions(0.125, rotate_keys=cache.rotate_keys)
     for options in (plain, AttentionOptions(0.125, 20.0, heads, 7, starts, starts + 9, heads, cache.rotate_keys)):
         opcheck(DECODE, DecodeCall(q, *memory, options, level))
+    opcheck(DECODE, DecodeCall(torch.cat([q, q], -1), *memory, plain, level, latent=True))
 
 
 @pytest.mark.parametrize("name", ["int4_g32", "int4_sym_col", "int8_col", "nf4_dq", "mxfp4", "nvfp4"])

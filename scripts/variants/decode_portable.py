@@ -16,9 +16,10 @@ from variants.decode_sample import Sample, sample
 
 
 def configurations() -> list[Configuration]:
-    """Those of every call of the sample, and of ragged queries: a prompt with decodes, and few tokens, which are split."""
+    """Those of every call of the sample; of latents; and of ragged queries: a prompt with decodes, and few, which are split."""
     found = [c for one in sample() for c in _configurations(one)]
-    return found + [
+    latents = [c for keys, values in (("bf16", "int8"), ("int8", "int4_g32"), ("fp8", "fp8")) for c in _latents(keys, values)]
+    return [*found, *latents] + [
         c
         for tokens in (576, 20)
         for keys, values in (("int8", "int4_g32"), ("int4", "int4"))
@@ -37,6 +38,18 @@ def _ragged(keys: str, values: str, tokens: int) -> list[Configuration]:
     name = f"{keys}-{values}-ragged{'-split' if tiles.splits > 1 else ''}"
     why = "80 bytes on sm_100: tiles of 32 rows fill the registers, and were chosen for sm_90"
     return recorded(name, lambda: launch(call, tiles, out, lse, partial), may_spill=why)
+
+
+def _latents(keys: str, values: str) -> list[Configuration]:
+    """A step of 16 heads over latents of 512 dims with rotary keys of 64, as in DeepSeek V2 Lite."""
+    k, v = (kv_buffer(KV_FORMATS[name], (16, 1, 4096, dim), 16, torch.bfloat16) for name, dim in ((keys, 64), (values, 512)))
+    q = empty(16, 16, 1, 576, dtype=torch.bfloat16)
+    call = DecodeCall(q, k, v, empty(16), empty(16), None, AttentionOptions(0.1), latent=True)
+    tiles = portable_plan(problem_of(call), 132, (8, 0))
+    out, lse = call.new_results()
+    partial = empty(workspace_floats(lse.numel(), 512, tiles.splits), dtype=torch.float32)
+    why = "8 bytes: scales of groups are applied in registers" if "_g" in values else ""
+    return recorded(f"{keys}-{values}-latent", lambda: launch(call, tiles, out, lse, partial), may_spill=why)
 
 
 def _configurations(one: Sample) -> list[Configuration]:

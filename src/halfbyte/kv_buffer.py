@@ -151,10 +151,11 @@ class AttentionOptions(NamedTuple):
 class DecodeCall(NamedTuple):
     """One call of decode attention, made once from its arguments and passed on: the declaration of the op.
 
-    q [B, Hq, L, D]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where keys and values are contiguous.
+    q [B, Hq, L, query_dim]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where the cache is contiguous.
     query_start None: lengths - L, the newest tokens. `impl`: as requested, later the level that runs.
     cu_seqlens_q, int32 [B + 1]: q is [1, Hq, T, D], and its tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] are the newest ones of
     sequence b, at most max_query_len. Tokens after the last one are padding: out = 0 and lse = -inf.
+    latent: a token's key is its value, a latent, followed by its cached key, the rotary part (MLA).
     """
 
     q: Annotated[torch.Tensor, Mark.DIFFERENTIABLE]
@@ -168,6 +169,7 @@ class DecodeCall(NamedTuple):
     deterministic_batch: bool = False
     cu_seqlens_q: torch.Tensor | None = None
     max_query_len: int = 0
+    latent: bool = False
 
     @property
     def replayable(self) -> bool:
@@ -186,6 +188,11 @@ class DecodeCall(NamedTuple):
         out = self.q.new_empty((length, heads, self.values.dim) if ragged else (batch, heads, length, self.values.dim))
         lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
         return (out.transpose(0, 1)[None], lse.t()[None]) if ragged else (out, lse)
+
+    @property
+    def query_dim(self) -> int:
+        """Dims of a query: those of a key, and with `latent` those of the value before them."""
+        return self.keys.dim + self.values.dim * self.latent
 
     @property
     def first_query(self) -> torch.Tensor:

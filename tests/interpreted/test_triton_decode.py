@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import test_cpu_attention as corpus
 from halfbyte.formats import KV_FORMATS, key_format, plain_format
 from halfbyte.kernels.decode.portable import launch, workspace_floats
-from halfbyte.kv_buffer import DecodeCall, KVBuffer
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.reference import attention as reference
 
@@ -46,8 +46,7 @@ class Case(corpus.Case):
         out = torch.full((*q.shape[:3], dim), torch.nan, dtype=q.dtype)
         lse = torch.full(q.shape[:3], torch.nan)
         workspace = torch.full((workspace_floats(lse.numel(), dim, chosen.splits),), torch.nan)
-        call = DecodeCall(q, self.keys, self.values, self.lengths, self.query_start, self.page_table, self.options)
-        launch(call, chosen, out, lse, workspace)
+        launch(self.call(), chosen, out, lse, workspace)
         return out, lse
 
 
@@ -78,6 +77,13 @@ def test_no_key_is_rounded(keys: str, dtype: torch.dtype) -> None:
     _, lse = c.run()
     _, truth = c.attend(torch.float64)
     torch.testing.assert_close(lse.double(), truth, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", corpus.LATENTS, ids=str)
+def test_latents_are_values_and_most_of_the_keys(options: dict[str, Any]) -> None:
+    turn = corpus.LATENTS.index(options)
+    sizes = {"dim": 128, "value_dim": 256, "heads": (4, 1), "dtype": DTYPES[turn % 2]}
+    case(**{**sizes, "latent": True, **options}).check(tiles(1 + turn % 2))
 
 
 @pytest.mark.parametrize("values", VALUES)

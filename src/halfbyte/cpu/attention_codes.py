@@ -15,8 +15,9 @@ LANES = 16
 
 
 def reads_codes(c: DecodeCall) -> bool:
-    """Whether the loops take this call: on a CPU, over codes and scales whose rows lie in one piece."""
-    return c.q.is_cpu and c.q.numel() > 0 and all(map(is_readable, (c.keys, c.values))) and compiler_works()
+    """Whether the loops take this call: on a CPU, over codes and scales whose rows lie in one piece, and not over latents."""
+    fits = c.q.is_cpu and c.q.numel() > 0 and not c.latent
+    return fits and all(map(is_readable, (c.keys, c.values))) and compiler_works()
 
 
 def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ from halfbyte.device import SPINNING
 from halfbyte.formats import Format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 from halfbyte.reference.attention import oldest_visible, stored_tokens, visible
-from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.hadamard import rotate_end
 
 #: Numbers in one decoded block: few enough for a CPU's last cache, enough to hide the cost of calling thirty operators.
 BLOCK = 1 << 21
@@ -69,7 +69,8 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, L, D] over the memory of B sequences, or of one that all share (lengths [1]); query_start [B]."""
     q, keys, values, lengths, page_table, options = c.q, c.keys, c.values, c.lengths, c.page_table, c.options
     query_start, queries = c.first_query, q.shape[2]
-    rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]
+    rows = _query_rows(q, keys.heads, keys.dim, options)  # [B, H, R, D]
+    of_latents, rows = rows.split([rows.shape[-1] - keys.dim, keys.dim], -1)
     if q.is_cpu:
         SPINNING.step()
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
@@ -88,9 +89,12 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
 
         block, scale = _load(keys, page_table, lo, hi, scratch)
         scale = _put_tail(keys, block, scale, lengths, lo)
-        scores = _product(rows, _filled(block, size).mT)  # [B, H, R, n]
-        if scale is not None:
-            scores.mul_(_filled_scale(scale, size).mT)
+        scores = _scores(rows, block, scale, size)
+        stored = stored_tokens(tokens[..., : hi - lo].mT, limit, oldest) if masked else None
+        if c.latent:
+            block, scale = _load(values, page_table, lo, hi, scratch, stored)
+            scale = _put_tail(values, block, scale, lengths, lo, stored)
+            scores.add_(_scores(of_latents, block, scale, size))
         per_query = scores.view(q.shape[0], -1, queries, size)  # the same memory, [B, Hq, L, n]
         _adjust(per_query, positions, tokens, options)
         if masked:
@@ -102,13 +106,19 @@ def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
         keep = peak.sub_(shift).exp_()
         peak = rise
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
-        stored = stored_tokens(tokens[..., : hi - lo].mT, limit, oldest) if masked else None
-        block, scale = _load(values, page_table, lo, hi, scratch, stored)
-        scale = _put_tail(values, block, scale, lengths, lo, stored)
+        if not c.latent:
+            block, scale = _load(values, page_table, lo, hi, scratch, stored)
+            scale = _put_tail(values, block, scale, lengths, lo, stored)
         if scale is not None:
             p.mul_(_filled_scale(scale, size).mT)
         out = out.mul_(keep).add_(_product(p, _filled(block, size)))
     return _finish(q, out, peak, total, options)
+
+
+def _scores(rows: torch.Tensor, block: torch.Tensor, scale: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Products of rows [B, H, R, D] with `size` tokens, of which a block [B, H, n, D] holds the first: [B, H, R, size]."""
+    scores = _product(rows, _filled(block, size).mT)
+    return scores if scale is None else scores.mul_(_filled_scale(scale, size).mT)
 
 
 def _product(rows: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -127,7 +137,7 @@ def _filled_scale(scale: torch.Tensor, size: int) -> torch.Tensor:
     return scale if scale.shape[2] == 1 else _filled(scale, size)
 
 
-def _query_rows(q: torch.Tensor, heads: int, options: AttentionOptions) -> torch.Tensor:
+def _query_rows(q: torch.Tensor, heads: int, key_dim: int, options: AttentionOptions) -> torch.Tensor:
     """The queries of one KV head side by side, scaled, in the dtype to compute in: [B, H, G * L, D].
 
     That is fp32 for 16 bits. For fp32 it is float64: another order of fp32 sums than eager PyTorch's is as good on average, but
@@ -135,7 +145,7 @@ def _query_rows(q: torch.Tensor, heads: int, options: AttentionOptions) -> torch
     """
     wide = q.float() if q.dtype.itemsize == 2 else q.double()
     if options.rotate_keys:
-        wide = rotate(wide)
+        wide = rotate_end(wide, key_dim)
     return (wide * options.sm_scale).reshape(q.shape[0], heads, q.shape[1] // heads * q.shape[2], q.shape[3])
 
 

@@ -41,7 +41,7 @@ def _run(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake(call: DecodeCall) -> Results:
-    check_tensor("q", call.q, ("B", "Hq", "L", call.keys.dim), device=call.keys.codes.device)
+    check_tensor("q", call.q, ("B", "Hq", "L", call.query_dim), device=call.keys.codes.device)
     return call.new_results()
 
 
@@ -80,6 +80,7 @@ def decode_attention(
     starts: torch.Tensor | None = None,
     query_start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    latent: bool = False,
     return_lse: bool = False,
     deterministic_batch: bool = False,
     impl: str = "auto",
@@ -98,6 +99,8 @@ def decode_attention(
     starts        int [B]; keys before it are left padding and are masked
     query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
     out           [B, Hq, L, Dv] in q's dtype, written and returned; if contiguous, without a copy on a GPU
+    latent        MLA in its absorbed form: values are latents, of which keys are made, too. A token's key is its latent followed
+                  by its cached key, the rotary part; q is [B, Hq, L, Dv + D], and sm_scale must be given. See `LatentHeads`
     impl          "auto"; the GPU's kernels "gluon" (tuned) and "triton" (portable); "cpu"; "reference" (float64, the specification)
     deterministic_batch   a sequence's result has the same bits alone and in every batch. On a GPU this takes splits of fixed
                   size; the `cpu` and `reference` levels compute one sequence after the other
@@ -114,10 +117,15 @@ def decode_attention(
     """
     options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
     call = DecodeCall(q, cache.keys, cache.values, cache.lengths, query_start, cache.page_table, options, impl, deterministic_batch)
-    if out is not None:
+    if latent:
+        check(sm_scale is not None, "sm_scale is None; with latent=True pass that of the model's own heads")
+        call = call._replace(latent=True)
+    if out is None:
+        result, lse = attend(call, True)
+    else:
         check_out(out, q, (*q.shape[:-1], cache.values.dim))
-    result, lse = attend(call, True, out)
-    result = result if out is None else put_into(out, result)
+        result, lse = attend(call, True, out)
+        result = put_into(out, result)
     return (result, lse) if return_lse else result
 
 
@@ -192,7 +200,7 @@ def checked(call: DecodeCall) -> DecodeCall:
     """The call with every tensor checked, and index tensors as int32."""
     q, keys, lengths, o = call.q, call.keys, call.lengths, call.options
     batch = lengths.shape[0]
-    check_tensor("q", q, (batch if call.cu_seqlens_q is None else 1, "Hq", "L", keys.dim), device=keys.codes.device)
+    check_tensor("q", q, (batch if call.cu_seqlens_q is None else 1, "Hq", "L", call.query_dim), device=keys.codes.device)
     check(
         q.shape[1] > 0 and q.shape[1] % keys.heads == 0,
         f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",

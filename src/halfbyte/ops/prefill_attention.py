@@ -11,6 +11,7 @@ from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
 from halfbyte.ops._library import can_bypass_dispatcher
 from halfbyte.ops.decode_attention import attend, checked, level_of, options_of
+from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.merge_states import merged
 from halfbyte.plans.decode_attention import MOST_NUMBERS
 from halfbyte.reference import merge as reference
@@ -31,6 +32,7 @@ def prefill_attention(
     return_lse: bool = False,
     appended: bool = True,
     begins: bool = False,
+    latent_heads: LatentHeads | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a new chunk over itself, unquantized, and over the packed past, merged by log-sum-exp.
@@ -38,21 +40,28 @@ def prefill_attention(
     q [B, Hq, L, D]; k [B, H, L, D] and v [B, H, L, Dv] are the chunk's own keys and values, which `cache.append` has already
     stored as each sequence's last L tokens; appended=False: it has not, and the cache holds what came before. begins=True: nothing
     came before, and the cache, in which some of the last tokens may be missing (padding), is not read. Options and result as in
-    `decode_attention`; `starts` counts from the cache's start.
+    `decode_attention`; `starts` counts from the cache's start. latent_heads: the cache holds latents (MLA), which these expand; k
+    and v, expanded, have as many heads as q.
 
     On a GPU, with impl="auto", torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of one size up to
     256, no softcap, no ALiBi).
     """
+    is_latent = latent_heads is not None
+    check(not is_latent or sm_scale is not None, "sm_scale is None; with latent_heads pass that of the model's own heads")
     options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
-    call = checked(DecodeCall(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, impl))
+    call = DecodeCall(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, impl, latent=is_latent)
+    call = checked(call._replace(q=q[..., :1].expand(*q.shape[:3], call.query_dim)) if is_latent else call)
     options = call.options
     for name, x, buffer in (("k", k, cache.keys), ("v", v, cache.values)):
-        check_tensor(name, x, (q.shape[0], buffer.heads, q.shape[2], buffer.dim), device=q.device)
+        sizes = (q.shape[1], "D") if is_latent else (buffer.heads, buffer.dim)
+        check_tensor(name, x, (q.shape[0], sizes[0], q.shape[2], sizes[1]), device=q.device)
     own = options._replace(sinks=None, rotate_keys=False)
     level, parts = level_of(impl, q), []
     if not (begins or _fresh(cache, q.shape[2] * appended)):
         past = cache.lengths - q.shape[2] * appended
-        parts.append(attend(call._replace(query_start=past, options=options._replace(sinks=None, ends=past))))
+        of_cache = q if latent_heads is None else latent_heads.absorbed(q)
+        out, lse = attend(call._replace(q=of_cache, query_start=past, options=options._replace(sinks=None, ends=past)))
+        parts.append((out if latent_heads is None else latent_heads.expanded(out), lse))
         own = own if options.starts is None else own._replace(starts=(options.starts - past).clamp_min(0))
     parts.append(_over_itself(q, k, v, own, impl, level))
     out, lse = parts[0]

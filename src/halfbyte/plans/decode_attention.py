@@ -135,6 +135,8 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, most checks of formats aside; "" if it can."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
+    if p.latent:
+        return "keys made of latents (MLA); only the portable kernel reads them, and its speed is not measured"
     if p.ragged:
         return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:

@@ -60,7 +60,7 @@ def _tiles(p: DecodeProblem, batch: int, rows: int, num_sms: int, capability: Ca
         heads=p.heads,
         rows=rows,
         capacity=p.capacity,
-        dim=max(p.dim, p.value_dim),
+        dim=p.dim + p.value_dim if p.latent else max(p.dim, p.value_dim),
         num_sms=num_sms,
         capability=capability,
         chunk=FIXED_SPLIT if p.deterministic_batch else 0,
@@ -91,6 +91,8 @@ def triton_tiles(
     wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not in_groups)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
     num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
+    if dim > 512:  # latents with rotary keys; not measured
+        block_tokens, num_warps = 16 if in_groups and not channels else 32, 8
     tiles = -(-rows // block_rows)
     if chunk:
         chunk = -(-chunk // block_tokens) * block_tokens

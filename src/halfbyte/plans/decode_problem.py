@@ -27,6 +27,7 @@ class DecodeProblem:
     k_scale_stride, v_scale_stride  the same for scales; 0, too, where they are not aligned for cp.async
     rotate_keys     keys are stored rotated; the kernel rotates queries
     ragged          `queries` counts those of all sequences
+    latent          values are latents, and part of the keys (MLA)
     """
 
     dtype: str
@@ -53,6 +54,7 @@ class DecodeProblem:
     ragged: bool = False
     sink_tokens: int = 0
     recent_tokens: int = 0
+    latent: bool = False
 
     @property
     def rows(self) -> int:
@@ -128,6 +130,7 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
         ragged=call.cu_seqlens_q is not None,
         sink_tokens=keys.sink_tokens,
         recent_tokens=keys.recent_tokens,
+        latent=call.latent,
     )
 
 

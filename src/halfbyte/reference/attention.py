@@ -5,7 +5,7 @@ For query i at position p_i and key j, in float64:
     s_ij = softcap(sm_scale * q_i . k_j) + slope_h * (j - p_i)       for starts <= j < min(length, ends), p_i - window < j <= p_i
     out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink_h))    lse_i = log sum_j exp(s_ij)
 
-A query that sees no key gets out = 0 and lse = -inf.
+A query that sees no key gets out = 0 and lse = -inf. With `latent` k_j is v_j followed by the cached key.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import torch
 
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 from halfbyte.reference.dequantize import decode
-from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.hadamard import rotate_end
 
 
 def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
     oldest, limit = oldest_visible(c.first_query, c.options), c.options.limit(c.lengths)
-    k = read(c.keys, c.lengths, c.page_table, oldest, limit)  # [B, H, T, D]
-    v = read(c.values, c.lengths, c.page_table, oldest, limit)  # [B, H, T, Dv]
-    wide = rotate(c.q.double()) if c.options.rotate_keys else c.q.double()
-    out, lse = attend(wide, k, v, c.lengths, c.first_query, c.options)
+    q, k, v = _operands(c, oldest, limit)
+    out, lse = attend(q, k, v, c.lengths, c.first_query, c.options)
     return out.to(c.q.dtype), lse.float()
 
 
@@ -36,8 +34,7 @@ def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tens
     q, lengths, options = c.q, c.lengths, c.options
     limit, starts = options.limit(lengths), 0 if options.starts is None else int(options.starts)
     oldest_of_all = torch.full_like(lengths, starts)
-    k, v = (read(buffer, lengths, c.page_table, oldest_of_all, limit) for buffer in (c.keys, c.values))  # [1, H, T, D]
-    wide = rotate(q.double()) if options.rotate_keys else q.double()
+    wide, k, v = _operands(c, oldest_of_all, limit)
     plain = options._replace(starts=None, ends=None, window=None)
     out, lse = q.new_zeros(*q.shape[:3], c.values.dim), torch.full(q.shape[:3], -torch.inf, device=q.device)
     for i, position in enumerate(range(start, start + q.shape[2])):
@@ -48,6 +45,13 @@ def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tens
             where = lengths.new_tensor([count]), lengths.new_tensor([position - oldest])
             out[:, :, i : i + 1], lse[:, :, i : i + 1] = attend(wide[:, :, i : i + 1], keys_seen, values_seen, *where, plain)
     return out, lse
+
+
+def _operands(c: DecodeCall, oldest: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys [B, H, T, query_dim] and values [B, H, T, Dv] in float64, keys and queries rotated where keys are."""
+    k, v = (read(buffer, c.lengths, c.page_table, oldest, limit) for buffer in (c.keys, c.values))
+    q = rotate_end(c.q.double(), c.keys.dim) if c.options.rotate_keys else c.q.double()
+    return q, torch.cat([v, k], -1) if c.latent else k, v
 
 
 def attend(

@@ -46,3 +46,9 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
         x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
         step *= 2
     return torch.mul(x, size**-0.5)
+
+
+def rotate_end(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rotate the last `dim` dims of the last axis; those before them stay."""
+    before, own = x.split([x.shape[-1] - dim, dim], -1)
+    return torch.cat([before, rotate(own)], -1) if before.shape[-1] else rotate(own)

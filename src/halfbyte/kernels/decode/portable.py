@@ -12,6 +12,8 @@ Scales of a token (f) and offsets (o) stay in fp32, outside of the products, and
 the values. Every part of a word is a product of its own: part j of word w is dim PARTS * w + j, of queries and outputs, too.
 Products take 16-bit operands and add in fp32; where queries and cache mix fp16 and bf16 they take TF32, which holds both exactly.
 
+Over latents (MLA) a score has products with the values, too, which are read once for both.
+
 Splits leave (M, sum p, unnormalised out) in a workspace; `_combine` adds them in their order. No floating-point atomics.
 
 Ragged queries [T, Hq, D] come with their bounds: sequence b has tokens bounds[b] .. bounds[b + 1] and begins with block
@@ -49,7 +51,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _over_codes(state, query, slope, rows: Rows, share, keys: KVArgs, values: KVArgs, call: Call, C: tl.constexpr):
+def _over_codes(state, query, of_latents, slope, rows: Rows, share, keys: KVArgs, values: KVArgs, call: Call, C: tl.constexpr):
     """One pass over the tokens of a share that are codes: [first, end), of which rows see those from `lo`, and from `low`, on."""
     N: tl.constexpr = C.tokens
     q_parts, sums, scale, _ = query
@@ -61,15 +63,21 @@ def _over_codes(state, query, slope, rows: Rows, share, keys: KVArgs, values: KV
         place, row, inside = place_of(token, seen, rows.sequence, call, C.page)
         parts, factor, offset = read(place, row, seen, inside, head, N, keys, EXACT=True)
         s = products(q_parts, sums, parts, factor, offset, keys) * scale[:, None]
+        if C.latent:
+            value = read(place, row, seen, inside, head, N, values, EXACT=True)
+            s += products(of_latents[0], of_latents[1], value[0], value[1], value[2], values) * of_latents[2][:, None]
         s = scores(s, token, seen, rows.position, low, high, slope, call.softcap, C.single)
-        state = accumulate(s, state, place, row, seen, inside, head, N, values)
+        if not C.latent:
+            value = read(place, row, seen, inside, head, N, values)
+        state = accumulate(s, state, value, values)
     return state
 
 
 @triton.jit
 def _over_window(
-    state, query, slope, rows: Rows, begin, stop, finished, lo, high, keys: KVArgs, values: KVArgs, call: Call, C: tl.constexpr
-):
+    state, query, of_latents, slope, rows: Rows, begin, stop, finished, lo, high, keys: KVArgs, values: KVArgs, call: Call,
+    C: tl.constexpr,
+):  # fmt: skip
     """Sink tokens of this share, then those from `finished` on; an item is a block of either."""
     M: tl.constexpr = C.rows
     N: tl.constexpr = C.tokens
@@ -87,6 +95,8 @@ def _over_window(
         if RING > 0:
             row = tl.where(token < SINKS, token, SINKS + token % RING)
         s = tail_products(q_parts, row, seen, rows.sequence, rows.head, M, N, keys) * scale[:, None]
+        if C.latent:
+            s += tail_products(of_latents[0], row, seen, rows.sequence, rows.head, M, N, values) * of_latents[3][:, None]
         s = scores(s, token, seen, rows.position, rows.low, tl.minimum(high, end), slope, call.softcap, C.single)
         state = accumulate_tail(s, state, row, seen, rows.sequence, rows.head, values)
     return state
@@ -94,8 +104,9 @@ def _over_window(
 
 @triton.jit
 def _over_unfinished(
-    state, query, slope, rows: Rows, begin, stop, finished, lo, high, keys: KVArgs, values: KVArgs, call: Call, C: tl.constexpr
-):
+    state, query, of_latents, slope, rows: Rows, begin, stop, finished, lo, high, keys: KVArgs, values: KVArgs, call: Call,
+    C: tl.constexpr,
+):  # fmt: skip
     """The tokens from `finished` on, whose keys are not quantized yet: at most one block of them, in exact 16-bit numbers."""
     M: tl.constexpr = C.rows
     q_parts, _, scale, _ = query
@@ -109,9 +120,16 @@ def _over_unfinished(
         at = keys.tail + rows.sequence * keys.tail0 + rows.head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
         k = tl.load(at + d[None, :] * keys.tail3, mask=seen[:, None] & (d < keys.DIM)[None, :], other=0)
         s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
-    s = scores(s * scale[:, None], token, seen, rows.position, rows.low, high, slope, call.softcap, C.single)
-    place, row, inside = place_of(token, seen, rows.sequence, call, C.page)
-    return accumulate(s, state, place, row, seen, inside, rows.head, BLOCK, values)
+    s *= scale[:, None]
+    if C.latent:
+        place, row, inside = place_of(token, seen, rows.sequence, call, C.page)
+        value = read(place, row, seen, inside, rows.head, BLOCK, values, EXACT=True)
+        s += products(of_latents[0], of_latents[1], value[0], value[1], value[2], values) * of_latents[2][:, None]
+    s = scores(s, token, seen, rows.position, rows.low, high, slope, call.softcap, C.single)
+    if not C.latent:
+        place, row, inside = place_of(token, seen, rows.sequence, call, C.page)
+        value = read(place, row, seen, inside, rows.head, BLOCK, values)
+    return accumulate(s, state, value, values)
 
 
 @triton.jit
@@ -178,7 +196,11 @@ def _decode(
             tl.store(partial_state + 1, tl.zeros([M], tl.float32), mask=rows.valid)
             return
 
-    query = query_of(rows, keys, call, C)
+    BEFORE: tl.constexpr = values.DIM if C.latent else 0
+    query = query_of(rows, keys, BEFORE, C.rotate > 0, call, C)
+    of_latents = query
+    if C.latent:
+        of_latents = query_of(rows, values, 0, False, call, C)
     slope = None
     if per_head.alibi_slopes is not None:
         slope = tl.load(per_head.alibi_slopes + rows.query_head, mask=rows.valid, other=0).to(tl.float32) * LOG2E
@@ -204,12 +226,13 @@ def _decode(
         begin_coded = tl.maximum(begin, keys.SINKS // 16 * 16)
         lo_coded = tl.maximum(lo, keys.SINKS)
         low_coded = tl.maximum(rows.low, keys.SINKS)
-    state = _over_codes(state, query, slope, rows, (begin_coded, coded, lo_coded, low_coded, high_coded), keys, values, call, C)
+    share = begin_coded, coded, lo_coded, low_coded, high_coded
+    state = _over_codes(state, query, of_latents, slope, rows, share, keys, values, call, C)
     if WINDOW:
-        state = _over_window(state, query, slope, rows, begin, stop, finished, lo, high, keys, values, call, C)
+        state = _over_window(state, query, of_latents, slope, rows, begin, stop, finished, lo, high, keys, values, call, C)
     elif keys.tail is not None:  # noqa: SIM102
         if stop > finished:
-            state = _over_unfinished(state, query, slope, rows, begin, stop, finished, lo, high, keys, values, call, C)
+            state = _over_unfinished(state, query, of_latents, slope, rows, begin, stop, finished, lo, high, keys, values, call, C)
     _write(state, rows, row_index, partial_state, split, values, call, C)
 
 
@@ -258,18 +281,18 @@ def workspace_floats(rows: int, dim: int, splits: int) -> int:
 
 
 def launch(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor | None) -> None:
-    """q [B, Hq, L, D], fp16 or bf16, any strides; out [B, Hq, L, Dv] and lse fp32 [B, Hq, L], contiguous, all written.
+    """q [B, Hq, L, query_dim], fp16 or bf16, any strides; out [B, Hq, L, Dv] and lse fp32 [B, Hq, L], contiguous, all written.
 
     Tensors of one axis are contiguous; a query_start is given. `workspace`: `workspace_floats` fp32, only with tiles.splits > 1; it
     may hold anything. Ragged queries need no query_start, but one sequence at least; their results are [1, Hq, T, Dv] and
     [1, Hq, T] with the memory of [T, Hq, Dv] and [T, Hq].
     """
     q, keys, values, lengths, query_start, page_table, options = call[:7]
-    batch, query_heads, queries, dim = q.shape
+    batch, query_heads, queries, _ = q.shape
     group = query_heads // keys.heads
     page, pages = keys.codes.shape[2], min(keys.codes.shape[0], values.codes.shape[0])
     capacity = call.capacity if page_table is None else call.capacity * (pages > 0)
-    rotate = block_size(dim) if options.rotate_keys else 0
+    rotate = block_size(keys.dim) if options.rotate_keys else 0
     pdl = {"launch_pdl": True} if tiles.pdl else {}
     split = tiles.splits > 1
     bounds, sequences, tokens = call.cu_seqlens_q, None, None
@@ -278,7 +301,7 @@ def launch(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.T
         sequences, tokens = len(lengths), queries
         grid = ((tokens * group // tiles.block_rows + sequences + 1) * keys.heads * tiles.splits, 1)
     constants = Constants(
-        page=0 if page_table is None else page, rotate=rotate, rotate_steps=rotate.bit_length() - 1,
+        page=0 if page_table is None else page, rotate=rotate, rotate_steps=rotate.bit_length() - 1, latent=call.latent,
         single=queries == 1 and bounds is None, split=split, rows=tiles.block_rows, tokens=tiles.block_tokens,
         stages=tiles.num_stages, pdl=tiles.pdl, interpreted=INTERPRETED,
     )  # fmt: skip

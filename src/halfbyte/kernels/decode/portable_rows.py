@@ -36,6 +36,7 @@ class Constants(CompiledFor):
     page: int
     rotate: int
     rotate_steps: int
+    latent: bool
     single: bool
     split: bool
     rows: int
@@ -147,36 +148,39 @@ def share_of(split, lo, hi, keys: KVArgs, call: Call, C: tl.constexpr):
 
 
 @triton.jit
-def query_of(rows: Rows, keys: KVArgs, call: Call, C: tl.constexpr):
-    """The query in parts; their sums over UNIT; and what products with codes, and with rows of a tail, are multiplied by.
+def query_of(rows: Rows, x: KVArgs, BEFORE: tl.constexpr, ROTATE: tl.constexpr, call: Call, C: tl.constexpr):
+    """The query of keys (or latents) x, behind so many dims: in parts; their sums over UNIT; and what products with codes, and with
+    rows of a tail, are multiplied by.
 
     Where products take fp16, rows are brought to a power of two below its limit: bf16 may be of any size.
     """
     M: tl.constexpr = C.rows
     q = call.q
-    WIDTH: tl.constexpr = keys.WORDS * keys.PARTS
+    WIDTH: tl.constexpr = x.WORDS * x.PARTS
     dim = tl.arange(0, WIDTH)
     if call.bounds is None:
         first = q.rows + rows.sequence * q.batch
         pointers = first + (rows.query_head * q.head + rows.query.to(tl.int64) * q.token)[:, None]
     else:
         pointers = q.rows + (rows.query_head * q.head + (rows.from_token + rows.query) * q.token)[:, None]
+    if BEFORE > 0:
+        pointers += BEFORE * q.dim
     pointers += dim.to(tl.int64)[None, :] * q.dim
-    x = tl.load(pointers, mask=rows.valid[:, None] & (dim < keys.DIM)[None, :], other=0).to(tl.float32)
-    if C.rotate:
-        x = _rotated(x, M, WIDTH, C.rotate, C.rotate_steps)
+    query = tl.load(pointers, mask=rows.valid[:, None] & (dim < x.DIM)[None, :], other=0).to(tl.float32)
+    if ROTATE:
+        query = _rotated(query, M, WIDTH, C.rotate, C.rotate_steps)
     scale = tl.full([M], 1.0, tl.float32) * call.sm_scale
-    if keys.DOT == tl.float16:  # noqa: SIM300 (an operand, not a constant)
-        e = tl.minimum(tl.maximum(exponent(tl.max(tl.abs(x), 1)), -100), 100)
-        x *= power_of_two(-e + TOP)[:, None]
+    if x.DOT == tl.float16:  # noqa: SIM300 (an operand, not a constant)
+        e = tl.minimum(tl.maximum(exponent(tl.max(tl.abs(query), 1)), -100), 100)
+        query *= power_of_two(-e + TOP)[:, None]
         scale *= power_of_two(e - TOP)
-    x = operand(x, keys)
-    sums = tl.sum(x.to(tl.float32), 1) / keys.UNIT
+    query = operand(query, x)
+    sums = tl.sum(query.to(tl.float32), 1) / x.UNIT
     tail_scale = scale
-    scale *= keys.UNIT  # here once, and not on every product
-    parts = _in_parts(x, M, keys.WORDS, keys.PARTS)
-    if keys.F.spread == "tensor":
-        scale *= tl.load(keys.scales).to(tl.float32)
+    scale *= x.UNIT  # here once, and not on every product
+    parts = _in_parts(query, M, x.WORDS, x.PARTS)
+    if x.F.spread == "tensor":
+        scale *= tl.load(x.scales).to(tl.float32)
     if call.softcap is None:
         scale *= LOG2E
         tail_scale *= LOG2E

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.common.codes import exponent, nearest
-from halfbyte.kernels.decode.kv_args import MAX_EXPONENT, MIN_EXPONENT, KVArgs, read
+from halfbyte.kernels.decode.kv_args import MAX_EXPONENT, MIN_EXPONENT, KVArgs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
@@ -61,10 +61,10 @@ def scores(s, token, seen, position, low, high, slope, softcap, SINGLE: tl.const
 
 
 @triton.jit
-def accumulate(s, state, place, row, seen, inside, head, N: tl.constexpr, x: KVArgs):
-    """One step of the online softmax over scores s [M, N] and the values of the same tokens."""
+def accumulate(s, state, value, x: KVArgs):
+    """One step of the online softmax over scores s [M, N] and the values of the same tokens, as `read` gives them."""
     peak, total, shift, acc = state
-    parts, factor, offset = read(place, row, seen, inside, head, N, x)
+    parts, factor, offset = value
     ranked = s
     if x.FACTOR:
         ranked = s + tl.maximum(tl.minimum(exponent(factor), MAX_EXPONENT), MIN_EXPONENT).to(tl.float32)[None, :]
