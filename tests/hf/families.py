@@ -126,6 +126,7 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": _LINEAR},
     "hrm_text": {"initializer_range": 0.1},  # its many rounds magnify differences
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_linear": {"layer_types": _LINEAR},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "sliding_attention"]},

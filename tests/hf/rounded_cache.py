@@ -17,25 +17,26 @@ class RoundedLayer(DynamicLayer):
     """A prompt sees itself exactly, as with ours."""
 
     fmt = "bf16"
+    #: What is a key: of MLA the second that `update` is given, behind the latent.
+    keys_are = "keys"
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         seen = []
         for name, new in (("keys", key_states), ("values", value_states)):
-            rounded, old = _rounded(new, name, self.fmt), getattr(self, name)
+            rounded, old = self._rounded(new, name), getattr(self, name)
             is_step = new.shape[-2] == 1 and old.numel() > 0
             setattr(self, name, torch.cat([old, rounded], -2))
             seen.append(torch.cat([old, rounded if is_step else new], -2))
         return tuple(seen)
 
-
-def _rounded(new: torch.Tensor, name: str, fmt_name: str) -> torch.Tensor:
-    """Quantized and expanded, keys as they are rotated by default."""
-    fmt = halfbyte.key_format(fmt_name)
-    if name == "values" or not rotated(None, fmt, new.shape[-1]):
-        return halfbyte.dequantize(halfbyte.quantize(new, fmt), new.dtype)
-    return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
+    def _rounded(self, new: torch.Tensor, name: str) -> torch.Tensor:
+        """Quantized and expanded, keys as they are rotated by default."""
+        fmt = halfbyte.key_format(self.fmt)
+        if name != self.keys_are or not rotated(None, fmt, new.shape[-1]):
+            return halfbyte.dequantize(halfbyte.quantize(new, fmt), new.dtype)
+        return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
 
 
 #: What transformers without it has no layers for.
@@ -54,6 +55,7 @@ def rounded_cache(model: Any, fmt: str = "bf16") -> DynamicCache:
     cache.layers = [_layer(kind) for kind in kinds]
     for layer in cache.layers:
         layer.fmt = fmt
+        layer.keys_are = "values" if getattr(config, "kv_lora_rank", None) else "keys"
     return cache
 
 

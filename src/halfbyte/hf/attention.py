@@ -19,9 +19,11 @@ from transformers.generation import configuration_utils
 from halfbyte.cache import KVCache
 from halfbyte.calibrated_keys import KeyTransform
 from halfbyte.errors import Unsupported, warn_once
+from halfbyte.hf.latents import newest_layer
 from halfbyte.hf.masks import mask
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
+from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import transform_heads
 
@@ -40,7 +42,7 @@ CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_gener
 NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
 
 NO_DRAFTS = (
-    "drafts of assisted decoding over images, or over layers that share keys and values, are not implemented; leave "
+    "drafts of assisted decoding over images, latents (MLA), or layers that share keys and values, are not implemented; leave "
     "assistant_model out, or pass prompt_lookup_num_tokens to recorded steps"
 )
 
@@ -72,6 +74,7 @@ class PackedLayerLike(Protocol):
     chunk: Chunk | None
     longest_step: int
     begins: bool
+    latent_heads: LatentHeads | None
     calls: Any
     checks_positions: bool
 
@@ -142,6 +145,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, Hq, L, D], key and value handles (or plain [B, Hkv, T, D]) -> (out [B, L, Hq, Dv] contiguous, None)."""
+    if not isinstance(key, Handle) and (latent_layer := newest_layer(module)) is not None:
+        latent_layer.learn(module, key)
+        key, value = Handle(latent_layer, key, "keys"), Handle(latent_layer, value, "values")
     if not isinstance(key, Handle):
         if getattr(module, "is_causal", True):  # an encoder of images has no cache
             warn_once(_NO_CACHE)
@@ -158,9 +164,14 @@ def attention(
             f"dropout={dropout} while training: a packed cache serves inference; call model.eval(), or pass use_cache=False"
         )
     seen, window = _seen(key, query.shape[2], attention_mask, sliding_window), _window(module, sliding_window)
+    if key.layer.drafts is not None and (seen is not None or key.layer.latent_heads is not None):
+        raise Unsupported(NO_DRAFTS)
     if seen is not None:
-        if key.layer.drafts is not None:
-            raise Unsupported(NO_DRAFTS)
+        if key.layer.latent_heads is not None:
+            raise Unsupported(
+                f"{type(module).__name__} passes a mask by which tokens see later ones, as those of an image do; over a packed "
+                f"cache of latents (MLA) attention is causal: use transformers' own cache (keys=None, values=None)"
+            )
         out = _plain(module, query, *_in_full(key, value), seen, scaling, dropout, softcap, s_aux, {})
         return _by_token(out.transpose(1, 2), key.layer), None
     options: dict[str, Any] = {
@@ -187,13 +198,17 @@ def attention(
             f"of its configuration; use transformers' own cache (keys=None, values=None)"
         )
 
+    heads = layer.latent_heads
+
     def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_step: bool) -> torch.Tensor:
-        if is_step:
-            out = decode_attention(q, kv, query_start=None if layer.chunk is None else layer.chunk.held, **options)
-        else:
+        if not is_step:
             past, begins = kv if before is None else before, layer.chunk is not None
-            out = prefill_attention(q, k, v, past, appended=before is None, begins=begins, **options)
-        return cast(torch.Tensor, out)  # a pair only with return_lse
+            out = prefill_attention(q, k, v, past, appended=before is None, begins=begins, latent_heads=heads, **options)
+            return cast(torch.Tensor, out)  # a pair only with return_lse
+        q = q if heads is None else heads.absorbed(q)
+        start = None if layer.chunk is None else layer.chunk.held
+        out = cast(torch.Tensor, decode_attention(q, kv, query_start=start, latent=heads is not None, **options))
+        return out if heads is None else heads.expanded(out)
 
     if torch.compiler.is_compiling() or layer.drafts is None:
         return _by_token(read(query, key.new, value.new, _is_step(layer, query.shape[2])), layer), None
@@ -227,7 +242,7 @@ def check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None, 
 
 def _by_token(out: torch.Tensor, layer: PackedLayerLike) -> torch.Tensor:
     """[B, H, L, D] -> [B, L, H, D] contiguous, rotated back where the layer rotates values."""
-    out = transform_heads(out) if layer.rotate_values else out
+    out = transform_heads(out) if layer.rotate_values and layer.latent_heads is None else out
     return out.transpose(1, 2).contiguous()
 
 

@@ -165,7 +165,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     twin._parameters = {**module._parameters, "weight": nn.Parameter(other, requires_grad=False)}
     try:
         out = type(module).forward(twin, x)
-    except TypeError:  # it takes more than x: a gate
+    except (AttributeError, TypeError):  # it takes more than x: a gate
         return None
     likely = [kind for kind in KINDS if same(rms_norm(x, Norm(other, eps, kind)), out)]
     near = [kind for kind in KINDS if torch.allclose(rms_norm(x, Norm(other, eps, kind)), out, rtol=torch.finfo(x.dtype).eps)]
@@ -245,7 +245,8 @@ def structure_of(calls: Sequence[Call], norms: Mapping[int, Norm]) -> Structure:
             groups.append([call])
     arguments = _bound(block)
     x_name, hidden = next((name, x) for name, x in arguments.items() if isinstance(x, torch.Tensor))
-    multiplier, branches = float(getattr(block.module, "residual_multiplier", 1.0)), []
+    own = vars(block.module)
+    multiplier, branches = float(own.get("residual_multiplier", own.get("residual_scale", 1.0))), []
     for group in groups:
         x, y = group[0].x, group[0].y if len(group) == 1 else sum(call.y for call in group)
         before = next((pair for pair in outer_norms if same(pair[0].out, x)), None)

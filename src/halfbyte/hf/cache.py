@@ -19,6 +19,8 @@ from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, 
 from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
+from halfbyte.hf.latent_layer import LatentLayer
+from halfbyte.hf.latents import is_latent
 from halfbyte.hf.model_support import (
     BUCKET,
     all_head_dims,
@@ -56,8 +58,9 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
     capacity          most tokens of a sequence, prompt and answer together; rounded up to a multiple of 64. `grow` raises it
-    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each. Per-tensor
-                      formats take the scales that the model's checkpoint has for them (k_scale, v_scale), where nothing is rotated
+    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each. Latents
+                      (MLA) are stored once, as values, and rotary keys as keys. Per-tensor formats take the
+                      scales that the checkpoint has for them (k_scale, v_scale), where nothing is rotated
     rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
                       `halfbyte.KVCache` does by default
     rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches per
@@ -106,9 +109,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         dims = all_head_dims(config)
         for _, value_dim in set(dims):
             check_rotation(rotate_values, value_dim, "rotate_values")
-        states = int(getattr(config, "number_of_conv_states", 1))
+        states, attention = int(getattr(config, "number_of_conv_states", 1)), LatentLayer if is_latent(config) else PackedLayer
         cache_layers = [
-            cache_layer(kind, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, *rest)
+            cache_layer(kind, attention, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, *rest)
             for kind, (k, v), is_rotated, window, *rest in layers
         ]
         super().__init__(layers=cache_layers)
@@ -141,6 +144,11 @@ class PackedCache(Cache):  # type: ignore[misc]
     def has_states(self) -> bool:
         """Whether layers have states of a recurrence or a convolution, which cannot go back to earlier tokens."""
         return any(hasattr(layer, "recurrent_states") for layer in self.layers)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether layers hold latents (MLA), which compiled code cannot read."""
+        return any(isinstance(layer, LatentLayer) for layer in self.layers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append to one layer. Raises if an earlier forward failed half-way (for example by NaN) and was not undone."""

@@ -27,6 +27,7 @@ from halfbyte.hf.attention import NO_DRAFTS, Handle
 from halfbyte.hf.masks import PACKED
 from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import APPEND, append_of_parts
+from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.paging import SPARE, WindowKVCache
 
@@ -84,6 +85,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.chunk: Chunk | None = None
         #: While a model's structure is read (`block_structure.py`), or keys are calibrated: a list of what attention is given.
         self.calls: Any = None
+        #: How heads expand what the cache holds, where that is latents (`latent_layer.py`).
+        self.latent_heads: LatentHeads | None = None
         #: Whether attention checks that a row is one text; one layer of a cache does.
         self.checks_positions = False
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
@@ -291,10 +294,10 @@ class HybridLayer(PackedLayer, StateLayer):  # type: ignore[misc]
         PackedLayer.reorder_cache(self, beam_idx)
 
 
-def cache_layer(kind: str, states: int, *options: Any) -> Any:
-    """A layer of a cache, by its type in the configuration. `options` as of `PackedLayer`."""
+def cache_layer(kind: str, attention: type[PackedLayer], states: int, *options: Any) -> Any:
+    """A layer of a cache, by its type in the configuration, and by what those with attention are. `options` as of `PackedLayer`."""
     if kind in ATTENTION:
-        return HybridLayer(states, *options) if kind in STATES else PackedLayer(*options)
+        return HybridLayer(states, *options) if kind in STATES else attention(*options)
     return StateLayer(number_of_states=states) if kind in STATES else EmptyLayer()
 
 

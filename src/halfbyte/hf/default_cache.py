@@ -213,7 +213,8 @@ class Prepared:
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Whether transformers' loop compiles its steps: by default only where the user switched recorded steps off."""
-        if self.recorded and generation_config.compile_config is None:
+        has_latents = getattr(model_kwargs.get(CACHE), "has_latents", False)
+        if (self.recorded or has_latents) and generation_config.compile_config is None:
             return False
         return bool(super()._valid_auto_compile_criteria(model_kwargs, generation_config))  # type: ignore[misc]
 

@@ -26,12 +26,12 @@ from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import MIN_SCALE, Format, check_window, key_format, value_format
+from halfbyte.hf.latents import is_latent
 from halfbyte.hf.survey import modules_of
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import F16_MAX
 
-_MLA = "its cache holds a latent (MLA) that is expanded into keys and values after the cache was updated"
-_SPARSE_MLA = f"{_MLA}, and an indexer with keys of its own picks the tokens that a query reads"
+_SPARSE_MLA = "an indexer with keys of its own picks the cached latents (MLA) that a query reads"
 _PICKED = "an indexer with keys of its own picks the cached tokens that a query reads, and attention over packed data reads all"
 _TOUCHED = "it changes or selects cached keys or values between the cache update and attention"
 _NO_SEAM = "it computes attention itself and does not call the attention functions that can be registered in transformers"
@@ -43,9 +43,7 @@ _WINDOW = "it does not pass its sliding window to attention"
 _BIAS = "it adds a learned position bias to the scores"
 
 _BY_REASON: dict[str, str] = {
-    _MLA: "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear longcat_flash minicpm3 mistral4 sarvam_mla "
-    "youtu",
-    _SPARSE_MLA: "deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 hy_v4_vl mistral_large4",
+    _SPARSE_MLA: "axk2 deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 hy_v4_vl mistral_large4",
     _PICKED: "minimax_m3 minimax_m3_vl qwen4_exp",
     _TOUCHED: "decision_transformer diffllama doge idefics jetmoe mllama moonshine moonshine_streaming",
     _SHARED: "dory",
@@ -202,6 +200,8 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, "none of its layers has keys and values")
     if getattr(inner, "num_kv_shared_layers", 0) and not getattr(inner, "kv_sharing_modes", None):
         raise _refusal(name, _SHARED)
+    if is_latent(inner) and getattr(inner, "index_topk", None):
+        raise _refusal(name, _SPARSE_MLA)
     if getattr(inner, "attention_chunk_size", None):
         raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
 
@@ -318,6 +318,8 @@ def card_sizes(config: Any) -> ModelSizes:
 
 def kv_heads(config: Any, layer: int | None = None) -> int:
     """KV heads of a layer; None: those that the configuration names."""
+    if is_latent(config):
+        return 1
     own = layer_config(config, layer or 0)
     heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
     twice = layer is not None and config.model_type in TWICE_IN_WINDOWS and "sliding" in layer_types(config)[layer]
@@ -325,8 +327,10 @@ def kv_heads(config: Any, layer: int | None = None) -> int:
 
 
 def head_dims(config: Any, layer: int = 0) -> tuple[int, int]:
-    """(head_dim of keys, head_dim of values) of a layer from a configuration."""
+    """(head_dim of keys, head_dim of values) of a layer from a configuration; with MLA, of rotary keys and of latents."""
     own = layer_config(config, layer)
+    if is_latent(own):
+        return int(own.qk_rope_head_dim), int(own.kv_lora_rank)
     dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     return int(dim), int(getattr(own, "v_head_dim", None) or dim)
 
