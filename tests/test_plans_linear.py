@@ -19,6 +19,7 @@ from halfbyte.plans.gemm_mma import mma_plan, shares
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_spec import MmaSpec, WgmmaSpec
+from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES
 
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
@@ -262,7 +263,7 @@ def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str
 )
 def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, dtype: str) -> None:
     for n, k in ((1024, 4096), (4096, 11008), (8192, 8192), ((4096, 1024, 1024), 4096), (28672, 4096)):
-        found = on_hopper(name, n, k, rows, dtype)
+        found = wgmma_plan(problem(name, n, k, rows, dtype), H200, use_pdl=True)
         if isinstance(found, str):
             pytest.fail(found)
         spec = found.spec
@@ -273,12 +274,21 @@ def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, dtype: str) -> 
         assert spec.stages >= 3  # one is read by products that still run, one is worked on
 
 
-def test_rows_choose_the_kernel() -> None:
-    kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 191, 192, 8192)}
-    assert isinstance(kernels[16], MmaSpec)
-    assert type(kernels[17]) is type(kernels[191]) is WgmmaSpec
-    assert isinstance(kernels[192], LargeSpec)
-    assert isinstance(kernels[8192], LargeSpec)
+@pytest.mark.parametrize(
+    ("name", "n", "k", "rows", "spec"),
+    [
+        ("int4_sym_g128", 8192, 8192, 16, MmaSpec),
+        ("int4_sym_g128", 4096, 4096, 32, WgmmaSpec),
+        ("int4_sym_g128", 8192, 8192, 64, WgmmaSpec),
+        ("int4_sym_g128", 4096, 4096, 33, LargeSpec),  # short tiles
+        ("nf4", 6144, 4096, 64, WgmmaSpec),
+        ("nf4", 1024, 4096, 64, LargeSpec),
+        ("int4_sym_g128", 8192, 8192, 65, LargeSpec),
+        ("int4_sym_g128", 8192, 8192, 8192, LargeSpec),
+    ],
+)
+def test_rows_choose_the_kernel(name: str, n: int, k: int, rows: int, spec: type) -> None:
+    assert type(getattr(on_hopper(name, n, k, rows), "spec", None)) is spec
 
 
 @pytest.mark.parametrize(
@@ -298,7 +308,7 @@ def test_rows_choose_the_kernel() -> None:
     ],
 )
 def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, programs: int) -> None:
-    found = on_hopper(name, n, k, rows)
+    found = wgmma_plan(problem(name, n, k, rows, "bf16"), H200, use_pdl=True)
     assert isinstance(found, GemmPlan)
     assert isinstance(found.spec, WgmmaSpec)
     assert found.programs == programs
@@ -307,10 +317,10 @@ def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, pr
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["int4_sym_g128", "int4_g32", "int4_sym_col", "int8_col", "int8_g128", "nf4", "mxfp4", "nvfp4"])
 def test_many_rows_fill_a_multiprocessor(name: str, dtype: str) -> None:
-    """Codes, mbarriers, the codebook and x lie one behind the other; no second block fits."""
+    """Codes, mbarriers, the codebook and x lie one behind the other."""
     if (name, dtype) == ("mxfp4", "fp16"):
         pytest.skip("refused: see test_scales_beyond_fp16_are_not_multiplied_in_it")
-    for rows in (192, 512, 4096):
+    for rows in (65, 192, 512, 4096):
         found = on_hopper(name, 8192, 8192, rows, dtype)
         assert isinstance(found, GemmPlan)
         spec = found.spec
@@ -320,7 +330,7 @@ def test_many_rows_fill_a_multiprocessor(name: str, dtype: str) -> None:
         assert spec.x_at >= spec.barriers_at + 16 * spec.x_stages
         assert not weight.codebook or (spec.barriers_at + 16 * spec.x_stages <= table[0] and table[1] <= spec.x_at)
         assert spec.x_stages >= 4  # of two slots MMAs read, and two are on their way
-        assert spec.shared_bytes + DRIVER <= EVERYTHING[9, 0] < 2 * (spec.shared_bytes + DRIVER)
+        assert spec.shared_bytes + DRIVER <= EVERYTHING[9, 0]
 
 
 @pytest.mark.parametrize(
@@ -328,11 +338,13 @@ def test_many_rows_fill_a_multiprocessor(name: str, dtype: str) -> None:
     [
         (8192, 8192, 512, 128, 256, 0, "data-parallel"),
         (8192, 8192, 8192, 128, 256, 0, "data-parallel"),
-        (4096, 4096, 512, 128, 128, 0, "data-parallel"),
+        (4096, 4096, 512, 128, 256, 64, "split-K, 2 parts a tile"),
+        (6144, 4096, 128, 96, 128, 48, "split-K, 2 parts a tile"),
+        (28672, 4096, 128, 112, 128, 0, "data-parallel"),
         (6144, 4096, 512, 96, 256, 0, "data-parallel"),
         (4096, 14336, 512, 128, 256, 64, "split-K, 2 parts a tile"),
         (28672, 4096, 512, 132, 256, 52, "data-parallel, then split-K, 2 parts a tile"),
-        (128, 4096, 192, 16, 128, 2, "split-K, 8 parts a tile"),
+        (128, 4096, 192, 12, 64, 3, "split-K, 4 parts a tile"),
     ],
 )
 def test_how_many_rows_share_the_work(n: int, k: int, rows: int, programs: int, block_m: int, split: int, how: str) -> None:
@@ -368,7 +380,7 @@ def test_what_warp_groups_refuse(name: str, n: int, k: int, rows: int, device: d
 )
 def test_every_part_of_a_tile_for_large_m_has_steps(n: int | tuple[int, ...], k: int, sms: int) -> None:
     """A part without a step would not arrive at the exchange: its tile would stay unwritten, and its semaphore set."""
-    for rows in range(192, 8193, 64):
+    for rows in range(65, 8193, 64):
         plan = large_plan(problem("int4_sym_g128", n, k, rows, "bf16"), H200._replace(num_sms=sms), use_pdl=True)
         assert isinstance(plan, GemmPlan)
         assert parts_of(plan.tiles, plan.programs) <= plan.steps, f"M = {rows}: {plan.why}"

@@ -63,26 +63,27 @@ _SMALL_M = (
 )
 #: The same for warp-group MMA.
 _WGMMA = (
-    ("int4_g64", 33, (4096, 1024, 1024), 4096, "fp16"),
+    ("int4_g64", 33, (14336,), 4096, "fp16"),
     ("int4_sym_col", 24, (28672,), 4096, ""),
     ("int4_g128", 64, (28672,), 4096, ""),
     ("int4_sym_g128", 32, (8192,), 8192, ""),
     ("int4_g128", 17, (4096, 1024, 1024), 4096, "bias"),
     ("int4_g32", 32, (4096,), 4096, "fp16"),
-    ("int4_sym_g32", 64, (4096,), 4096, ""),
+    ("int4_sym_g32", 64, (8192,), 8192, ""),
     ("int4_sym_g128", 64, (8192,), 8192, ""),
     ("int4_g128", 64, (8192,), 8192, "fp16"),
-    ("int4_sym_g128", 190, (4096, 1024, 1024), 4096, "bias"),
-    ("int8_col", 64, (4096,), 4096, ""),
+    ("int4_sym_g128", 63, (8192, 1024, 1024), 8192, "bias"),
+    ("int8_col", 64, (8192,), 8192, ""),
     ("int8_g128", 32, (4096,), 4096, "fp16"),
     ("nf4", 64, (8192,), 8192, ""),
     ("fp4_bnb", 32, (4096,), 4096, "fp16"),
     ("mxfp4", 64, (8192,), 8192, ""),
     ("mxfp4", 32, (4096,), 4096, "fp16"),
-    ("nvfp4", 64, (4096, 1024, 1024), 4096, "bias"),
+    ("nvfp4", 64, (8192, 1024, 1024), 8192, "bias"),
+    ("mxfp4", 190, (8192,), 8192, "fp16"),
     ("nvfp4", 32, (4096,), 4096, "fp16"),
 )
-#: The same for large M: both shapes of tile, whole tiles and parts, steps whose scales are loaded at once and one by one.
+#: The same for large M: all shapes of tile, whole tiles and parts, steps whose scales are loaded at once and one by one.
 _LARGE_M = (
     ("int4_sym_g128", 512, (8192,), 8192, ""),
     ("int4_sym_g128", 192, (4096,), 4096, "fp16"),
@@ -101,6 +102,12 @@ _LARGE_M = (
     ("mxfp4", 512, (2880,), 2880, "bias"),
     ("nvfp4", 512, (28672,), 4096, ""),
     ("nvfp4", 1024, (4096, 1024, 1024), 4096, "fp16 bias"),
+    *((name, m, (4096,), 4096, "") for name in ("int4_g128", "nvfp4") for m in (65, 256)),
+    ("int4_g32", 48, (1024,), 4096, ""),
+    ("mxfp4", 128, (28672,), 4096, ""),
+    ("nf4", 128, (2304,), 768, "bias"),
+    ("int8_col", 64, (4096,), 4096, "fp16"),
+    ("int8_g128", 128, (28672,), 4096, ""),
 )
 #: (format, M, N of each, K, options, epilogue) in a decoder block; the largest of each shape of tile.
 _EPILOGUES = (

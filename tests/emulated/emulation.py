@@ -89,11 +89,12 @@ def multiply(
     backwards: bool = False,
     change: Callable[[str], str] = str,
     capability: tuple[int, int] = (9, 0),
+    kernel: Callable[[GemmProblem, GPU, bool], GemmPlan | str] = tuned_gemm,
 ) -> list[torch.Tensor]:
     """x times each weight in one launch of a tuned kernel, by the plan of a GPU of that capability."""
 
     def plan(problem: GemmProblem, *_: Any) -> GemmPlan:
-        found = tuned_gemm(problem, GPU("", num_sms, capability), use_pdl=True)
+        found = kernel(problem, GPU("", num_sms, capability), True)
         if isinstance(found, str):
             raise Refused(found)
         return found

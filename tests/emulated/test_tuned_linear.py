@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -15,17 +16,19 @@ from halfbyte.device import GPU
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import launch_cache
 from halfbyte.plans import toolchain
+from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_mma import mma_plan
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.gemm_spec import MmaSpec
+from halfbyte.plans.gemm_wgmma import wgmma_plan
 
 
 @dataclass(frozen=True)
 class Product:
     """x [rows, width] times weights of these features. num_sms: few, so that programs share tiles; or more than tiles.
 
-    capability: of the GPU that makes the plan; before 9.0 no launch starts ahead of the one before it.
+    capability: of the GPU that makes the plan; before 9.0 no launch starts ahead of the one before it. kernel: whose plan it is.
     """
 
     weight: str
@@ -36,6 +39,7 @@ class Product:
     bias: bool = False
     num_sms: int = 3
     capability: tuple[int, int] = (9, 0)
+    kernel: Callable[[GemmProblem, GPU, bool], GemmPlan | str] = tuned_gemm
 
 
 CASES = (
@@ -57,19 +61,19 @@ CASES = (
     Product("fp4_bnb", 16, (130,), 832, torch.float16, capability=(8, 6)),
     Product("int4_g64", 8, (130,), 1664, num_sms=1, capability=(8, 6)),
     Product("int4_g128", 24, (128,), 1024),  # warp groups from here on
-    Product("int4_sym_g32", 33, (200,), 1152, bias=True),
+    Product("int4_sym_g32", 33, (200,), 1152, bias=True, kernel=wgmma_plan),
     Product("nf4", 17, (128,), 1088, num_sms=8),
-    Product("mxfp4", 64, (130,), 640, torch.float16),
-    Product("nvfp4", 40, (128, 64, 64), 576),
+    Product("mxfp4", 64, (130,), 640, torch.float16, kernel=wgmma_plan),
+    Product("nvfp4", 40, (128, 64, 64), 576, kernel=wgmma_plan),
     Product("int8_g128", 32, (128,), 1024),
     Product("int4_g128", 24, (130,), 1152),  # an odd number of scales
-    Product("int4_g128", 70, (250,), 640, num_sms=2),  # tiles of 256 rows
-    Product("int4_g128", 70, (250,), 640),  # programs that go from block to block and from tile to tile
-    Product("nf4", 70, (130, 64), 576, num_sms=2),  # and to the next weight
+    Product("int4_g128", 70, (250,), 640, num_sms=2, kernel=wgmma_plan),  # tiles of 256 rows
+    Product("int4_g128", 70, (250,), 640, kernel=wgmma_plan),  # programs that go from block to block and from tile to tile
+    Product("nf4", 70, (130, 64), 576, num_sms=2, kernel=wgmma_plan),  # and to the next weight
     Product("int4_sym_col", 20, (300,), 544, torch.float16, num_sms=2),
     Product("int4_g32_fp32", 24, (130,), 1056),
     Product("nvfp4", 20, (130,), 1056, torch.float16, num_sms=2),  # a step whose last scales are half a word
-    Product("int4_g128", 40, (130, 64, 64), 128, num_sms=2),  # tiles of one step
+    Product("int4_g128", 40, (130, 64, 64), 128, num_sms=2, kernel=wgmma_plan),  # tiles of one step
     Product("int4_g128", 300, (200,), 640),  # one warp copies x, eight multiply
     Product("int4_sym_g128", 192, (128,), 4096, num_sms=6),  # two tiles, three parts of each
     Product("int4_g64", 193, (130,), 320, torch.float16, bias=True, num_sms=8),
@@ -80,6 +84,10 @@ CASES = (
     Product("nvfp4", 200, (66,), 1056, torch.float16, num_sms=1),
     Product("nvfp4", 192, (128,), 256, num_sms=1),
     Product("int4_sym_g32", 256, (128,), 224),
+    Product("int4_g128", 40, (128,), 1024, num_sms=2),  # tiles of 64 batch rows in two parts, whose programs wait for each other
+    Product("nvfp4", 65, (136,), 512, num_sms=2),
+    Product("int8_col", 100, (128,), 2048, torch.float16, bias=True, num_sms=4),
+    Product("mxfp4", 70, (72, 64), 800, num_sms=3),
 )
 
 
@@ -90,14 +98,14 @@ def test_products_keep_their_promise(case: Product) -> None:
     x = torch.randn(case.rows, case.width, generator=rng).to(case.dtype)
     weights = [hb.quantize(torch.randn(n, case.width, generator=rng) * 0.1, case.weight) for n in case.features]
     biases = [torch.randn(n, generator=rng) if case.bias else None for n in case.features]
-    outs = multiply(x, weights, biases, ORDERS[0], case.num_sms, capability=case.capability)
+    outs = multiply(x, weights, biases, ORDERS[0], case.num_sms, capability=case.capability, kernel=case.kernel)
     stored = {t.untyped_storage().data_ptr() for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None}
     if case.capability >= (9, 0):
         assert stored >= EARLY, "the kernel before may still write x"
         assert EARLY, "weights need not wait for the kernel before"
     for out, weight, bias in zip(outs, weights, biases, strict=True):
         check_product(out, x, weight, bias)
-    again = multiply(x, weights, biases, ORDERS[1], case.num_sms, backwards=True, capability=case.capability)
+    again = multiply(x, weights, biases, ORDERS[1], case.num_sms, True, capability=case.capability, kernel=case.kernel)
     assert all(map(same_bits, outs, again))
 
 
@@ -116,6 +124,20 @@ def test_owners_of_split_tiles_leave_zeros_behind(monkeypatch: pytest.MonkeyPatc
     check_product(out[:1], x[:1], weight, None)
     assert out[1].isnan().all()
     assert not words.any()
+
+
+def test_parts_of_tiles_for_large_m_leave_zeros_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.zeros(1 << 12, dtype=torch.int32)
+    monkeypatch.setattr(launch_cache, "counters", lambda device, size, own: words[:size])
+    x = torch.randn(40, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = hb.quantize(torch.randn(128, 1024, generator=torch.Generator().manual_seed(1)), "int4_sym_g128")
+    plan = tuned_gemm(GemmProblem(((weight.format, 128),), 40, 1024, "bf16"), GPU("", 2, (9, 0)), use_pdl=True)
+    assert isinstance(plan, GemmPlan)
+    assert (plan.spec.kernel, plan.split_tiles, plan.programs) == ("wgmma_large", 1, 2)
+    for backwards in (False, True):
+        (out,) = multiply(x, [weight], [None], ORDERS[backwards], 2, backwards)
+        check_product(out, x, weight, None)
+        assert not words.any()
 
 
 @pytest.mark.parametrize("case", [Product("int4_sym_g128", 16, (200,), 1280), Product("nf4", 2, (200,), 1088, num_sms=1)])

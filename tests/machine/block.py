@@ -74,8 +74,16 @@ class Block:
 
     def run(self) -> None:
         """All threads to their end."""
+        while self.goes_on(1 << 20):
+            pass
+
+    def goes_on(self, turns: int = 500) -> bool:
+        """So many turns further; whether threads are left. A warp that waits for another block stops nobody for longer."""
+        self.order.forget()
         with np.errstate(all="ignore"):
-            while (self.state != ENDED).any():
+            for _ in range(turns):
+                if (self.state == ENDED).all():
+                    return False
                 ready = np.flatnonzero(self.state == RUNNING)
                 if not ready.size:
                     self._when_all_wait()
@@ -84,6 +92,7 @@ class Block:
                 at = int(self.at[ready].min())
                 lanes = ready[self.at[ready] == at]
                 self._advance(at, lanes)
+        return True
 
     def _advance(self, at: int, threads: Array) -> None:
         """These threads go on up to a place where others may join them, or where they may part or wait."""
@@ -184,6 +193,10 @@ class Order:
     def __init__(self, together: bool, early: bool, seed: int = 0) -> None:
         self.together, self.early = together, early
         self._random = np.random.default_rng(seed)
+        self._warp = -1
+
+    def forget(self) -> None:
+        """Any warp may be next."""
         self._warp = -1
 
     def choose(self, ready: Array) -> Array:

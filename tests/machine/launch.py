@@ -50,8 +50,14 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
         blocks = list(itertools.product(*(range(n) for n in launch.grid[::-1])))
         memory = Memory(tensors)
         ordered = getattr(names.get("C"), "owner_reduces", False)  # a block waits for those that were started before it
-        for block in blocks[::-1] if backwards and not ordered else blocks:
-            Block(code, memory, launch, block[::-1], order).run()
+        numbers = blocks[::-1] if backwards and not ordered else blocks
+        every = (Block(code, memory, launch, number[::-1], order) for number in numbers)
+        if "ld.acquire.gpu" in made.asm["ptx"]:  # blocks wait for each other: side by side
+            running = list(every)
+            while running:
+                running = [block for block in running if block.goes_on()]
+        for block in every:
+            block.run()
         early.append(memory.early)
 
     with mock.patch.object(JITFunction, "run", run), mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _no_assembler):

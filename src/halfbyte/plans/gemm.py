@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from halfbyte.device import GPU
-from halfbyte.plans import gemm_wgmma
+from halfbyte.plans import gemm_large, gemm_wgmma
 from halfbyte.plans.gemm_large import large_plan
 from halfbyte.plans.gemm_mma import mma_plan
 from halfbyte.plans.gemm_plan import GemmPlan
@@ -20,7 +20,7 @@ def tuned_gemm(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
         if isinstance(plan, GemmPlan):
             return plan
         reasons.append(plan)
-    return "; ".join(reasons)
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def _candidates(p: GemmProblem) -> tuple[Callable[[GemmProblem, GPU, bool], GemmPlan | str], ...]:
@@ -29,4 +29,4 @@ def _candidates(p: GemmProblem) -> tuple[Callable[[GemmProblem, GPU, bool], Gemm
         return mma_plan, wgmma_plan
     if p.rows < gemm_wgmma.FEWEST_ROWS:
         return (mma_plan,)
-    return (wgmma_plan,) if p.rows <= gemm_wgmma.MOST_ROWS else (large_plan,)
+    return (wgmma_plan,) if p.rows < gemm_large.FEWEST_ROWS else (large_plan, wgmma_plan)

@@ -1,4 +1,4 @@
-"""GEMMs with M from 192 on Hopper: what the kernel is compiled for, and how the work is divided."""
+"""GEMMs with M from 33 on Hopper: what the kernel is compiled for, and how the work is divided."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.gemm_spec import WgmmaSpec
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
 
-#: What a step of a tile costs by its batch rows, in us as measured, and that several programs compute a tile: they exchange sums.
-_STEP_COST, _SPLIT_COST = {128: 0.92, 256: 1.35}, {128: 10.0, 256: 16.0}
+#: The fewest rows, and up to how many only short tiles are faster than by `gemm_wgmma`: these have no launch ahead that permutes x,
+#: but twice its instructions a code.
+FEWEST_ROWS, _ROWS_OF_SHORT_TILES, _SHORT_STEPS = 33, 64, {True: 8, False: 20}
+#: us of a step of a tile by its batch rows, for codes that are looked up and others, and of each part of a tile that is split.
+#: Measured on an H200.
+_STEP_COST = {True: {64: 0.96, 128: 1.05, 256: 1.3}, False: {64: 0.72, 128: 0.84, 256: 1.25}}
+_PART_COST = {64: 1.35, 128: 1.35, 256: 1.95}
 #: The fewest steps of a part of a tile; slots of the ring of codes, which come from far: with 8 no room is left for the mbarriers.
 _FEWEST_STEPS, _CODE_STAGES = 4, 7
 #: Kernels compute with positions of tiles in fp32.
@@ -24,14 +29,13 @@ _MOST_TILES = 2**23
 class LargeSpec(WgmmaSpec):
     """Everything the kernel for large M (kernels/linear/wgmma_large.py) is compiled for.
 
-    Tiles have 128 rows of the weight, 64 for each of two warp groups, and 128 or 256 batch rows (`block_m`). `chunk` is copied and
-    multiplied at once, a step is two of them; `stages` are slots of the ring of codes.
+    Tiles have 128 rows of the weight, 64 for each of two warp groups, and 64, 128 or 256 batch rows (`block_m`). `chunk` is copied
+    and multiplied at once, a step is two of them; `stages` are slots of the ring of codes.
     """
 
     x_stages: int = 0  # slots of the ring of x
     aligned: bool = False  # K is whole steps: scales of a step are loaded at once
     step: ClassVar[int] = 128
-    sums: ClassVar[int] = 64  # batch rows of a tile that are written at once
     band: ClassVar[int] = 8  # blocks of batch rows whose tiles are computed side by side, so that they share x and weights in L2
     table_parts: ClassVar[int] = 8
     registers: ClassVar[int] = 168  # of a thread at the start; the warp that copies x keeps fewer, the others take what it leaves
@@ -41,9 +45,19 @@ class LargeSpec(WgmmaSpec):
     stream_k: ClassVar[bool] = False
 
     @property
+    def sums(self) -> int:
+        """Batch rows of a tile that are written at once."""
+        return 64 if self.block_m == 256 else 32
+
+    @property
+    def pieces(self) -> int:
+        """MMAs that 64 k take. With 256 batch rows registers hold no words of the next codes."""
+        return 1 if self.block_m == 256 else 4
+
+    @property
     def ahead(self) -> int:
-        """How many times 64 k copies of codes are ahead."""
-        return self.stages - 2
+        """How many times 64 k copies of codes are ahead: words that are loaded ahead leave their slot."""
+        return self.stages - (2 if self.pieces == 1 else 1)
 
     @property
     def barriers_at(self) -> int:
@@ -88,8 +102,11 @@ def large_plan(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
         return f"{p.width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
     if p.tiles(LargeSpec.tile) * p.rows >= 128 * _MOST_TILES:
         return f"M = {p.rows}; the kernel numbers up to {_MOST_TILES} tiles"
-    shapes = [_staged((weight,) * len(p.weights), block_m, p, use_pdl) for block_m in (256, 128)]
+    shapes = [_staged((weight,) * len(p.weights), block_m, p, use_pdl) for block_m in _STEP_COST[False]]
     _, plan = min((_divided(shape, p, gpu.num_sms) for shape in shapes), key=lambda candidate: candidate[0])
+    longest = _steps(plan.tiles, plan.steps, plan.programs)
+    if p.rows <= _ROWS_OF_SHORT_TILES and longest > _SHORT_STEPS[weight.kind == "table"]:
+        return f"M = {p.rows}, and programs have {longest} steps; up to {_ROWS_OF_SHORT_TILES} rows the kernel is fast with few"
     return plan
 
 
@@ -112,19 +129,24 @@ def _divided(shape: LargeSpec, p: GemmProblem, slots: int) -> tuple[float, GemmP
         """Whether every part has steps: a program without one would not arrive at the exchange of its tile's sums."""
         return n <= slots and parts_of(tiles, n) <= max(1, steps // _FEWEST_STEPS)
 
-    candidates = [n for n in (few, tiles * max(1, most // tiles), most) if fits(n)]
+    candidates = [n for n in {few, *range(tiles, most + 1, tiles), most} if fits(n)]
     candidates = candidates or [next(n for n in range(few, 0, -1) if fits(n))]  # one program leaves no tile to part
     costs = {programs: _cost(shape, tiles, steps, programs) for programs in candidates}
     programs = min(costs, key=lambda n: (costs[n], n))
-    parts = parts_of(tiles, programs)
-    split = tiles % programs if parts > 1 else 0
+    split = tiles % programs if parts_of(tiles, programs) > 1 else 0
     return costs[programs], GemmPlan(replace(shape, whole=not split), programs, tiles, steps, blocks, split, 1)
 
 
 def _cost(shape: LargeSpec, tiles: int, steps: int, programs: int) -> float:
     parts = parts_of(tiles, programs)
-    longest = tiles // programs * steps + (-(-steps // parts) if parts else 0)
-    return longest * _STEP_COST[shape.block_m] + (_SPLIT_COST[shape.block_m] if parts > 1 else 0)
+    exchange = parts * _PART_COST[shape.block_m] if parts > 1 else 0.0
+    return _steps(tiles, steps, programs) * _STEP_COST[shape.weights[0].kind == "table"][shape.block_m] + exchange
+
+
+def _steps(tiles: int, steps: int, programs: int) -> int:
+    """Of the program that has most of them."""
+    parts = parts_of(tiles, programs)
+    return tiles // programs * steps + (-(-steps // parts) if parts else 0)
 
 
 def parts_of(tiles: int, programs: int) -> int:

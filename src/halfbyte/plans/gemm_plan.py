@@ -67,7 +67,8 @@ class GemmPlan:
         """The plan of x [m, K] in words, as `halfbyte explain` prints them."""
         spec = self.spec
         blocks = f", in {self.blocks} blocks" * (self.blocks > 1)
-        partials = f"{4 * self.floats / 1e6:.2f} MB at most; the last program to arrive reduces, in fixed order"
+        reducer = "the last program to arrive reduces" if spec.stream_k else "each program of a tile reduces some columns"
+        partials = f"{4 * self.floats / 1e6:.2f} MB at most; {reducer}, in fixed order"
         if self.owner_reduces:
             partials = f"{4 * self.counters / 1e6:.2f} MB; the program that begins a tile reduces, in fixed order"
         ring = f"{spec.stages} stages of {spec.k_slices * spec.chunk} of K"

@@ -1,4 +1,4 @@
-"""GEMMs with 17 <= M <= 191, or the pairs of experts in prompts, on Hopper by warp-group MMA: shapes, and how work is divided."""
+"""GEMMs with 17 <= M <= 64 (191 where `gemm_large` refuses), or pairs of experts in prompts, on Hopper: shapes, work divided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_spec import Epilogue, WgmmaSpec
 from halfbyte.plans.weight_spec import WeightSpec
 
-#: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, larger tiles of batch rows.
+#: M that the kernel takes; below, warps that take chunks of K each are faster, from 65 on larger tiles of batch rows.
 FEWEST_ROWS, MOST_ROWS = 17, 191
 #: The most pairs for each expert that warp-group MMA takes in bf16, with groups below 64 and with larger ones: more are faster
 #: dequantized. Up to _FEW_PAIRS a block has 32 of them. Measured with int4_g128 and mxfp4 (docs/internals/log/linear.md).

@@ -1,10 +1,10 @@
-"""GEMMs with quantized weights for M from 192 on Hopper, in Gluon: packed weights are unpacked between warp-group MMAs.
+"""GEMMs with quantized weights for M from 33 on Hopper, in Gluon: packed weights are unpacked between warp-group MMAs.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
-A tile is 128 out features, 64 for each of two warp groups, times 128 or 256 batch rows. The weight is the left operand, in
+A tile is 128 out features, 64 for each of two warp groups, times 64 to 256 batch rows. The weight is the left operand, in
 registers; x is the right operand, in shared memory, as it is: operands have k in its own order (linear/wgmma_large_operands.py).
-Scales multiply the codes in 16 bits. While the MMAs of 64 k run, the next 64 are unpacked into other registers.
+Scales multiply the codes in 16 bits. While MMAs run, the next 16 or 64 k are unpacked into other registers (`C.pieces`).
 
 Warps are specialized. One copies x (TMA) into a ring, whose slots are handed on by mbarriers: one says that x is there, one that
 all warps have read it. The eight that multiply do not meet in the loop: each copies the codes of its own rows (cp.async) and loads
@@ -12,11 +12,8 @@ their scales.
 
 Tiles are computed in bands of C.band blocks of batch rows, so that those of the same time share x and weights in the L2 cache. With
 P programs each takes every P-th tile, whole. The tiles that are left come first: each is cut along K into equal parts, as many as
-there are programs for it. Partial results go to the workspace, and the last program to arrive adds them in the order of the parts.
+there are programs for it. These exchange partial results through the workspace: each adds up some columns, in the order of parts.
 """
-
-# ruff: noqa: RET505
-# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ from halfbyte.kernels.common.compat import barrier, copy_tile, view
 from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import _copy_asm, make_pool
-from halfbyte.kernels.linear.operands import dtype_of, halves
-from halfbyte.kernels.linear.results import write_tile
+from halfbyte.kernels.linear.operands import dtype_of
 from halfbyte.kernels.linear.ring import Weights, place
 from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
-from halfbyte.kernels.linear.wgmma_large_operands import left_operand, load_scales
+from halfbyte.kernels.linear.wgmma_large_exchange import columns_of, exchange, write_columns
+from halfbyte.kernels.linear.wgmma_large_operands import load_scales, load_words, packed_operands, unpacked
 from halfbyte.kernels.linear.wgmma_operands import sums_layout
 from halfbyte.plans.gemm_plan import GemmPlan
 
@@ -124,8 +121,8 @@ def _copy_codes(slot, codes, rows, left, K, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _codes_there_asm(C):
-    return f"cp.async.wait_group {C.ahead - 1}; bar.warp.sync 0xffffffff; // $0"
+def _codes_there_asm(groups):
+    return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; // $0"
 
 
 # -------------------------------------------------------------------------------------------------------------------- work
@@ -229,15 +226,37 @@ def _fetch(half: gl.constexpr, ahead, end, K, work, weights, S: gl.constexpr, C:
 
 
 @gluon.jit
-def _multiply(p, pool, slots, scale, zero, adds: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """The MMAs of 64 k, left under way; those before are done."""
+def _words_of(pool, slot, groups: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The words of a slot of codes, once at most so many groups of this thread's later copies are under way."""
+    _asm(_codes_there_asm(groups), "=r,~{memory}", [])
+    return load_words(pool, slot, S, C)
+
+
+@gluon.jit
+def _multiply(p, words, pool, slots, scale, zero, adds: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The MMAs of 64 k, left under way; those before are done. With four, the next codes are unpacked under each.
+
+    words: of these codes, and those of the next are returned, loaded halfway; both () where a single MMA takes 64 k.
+    """
     x_slot, parity, code_slot = slots
-    _asm(_codes_there_asm(C), "=r,~{memory}", [])
-    a = left_operand(pool, code_slot, scale, zero, S, C)
+    following = gl.where(code_slot == C.stages - 1, 0, code_slot + 1)
+    if C.pieces == 1:
+        words = _words_of(pool, code_slot, gl.constexpr(C.ahead - 1), S, C)
+    packed = packed_operands(words, scale, zero, S, C)
+    left = unpacked(packed, 0, S, C)
     _asm(_await_asm(C.barriers_at + 8 * C.x_stages), "=r,r,r,~{memory}", [x_slot * 8, parity])
-    p = warpgroup_mma(a, _x_of(pool, x_slot, C).permute([1, 0]), p, use_acc=adds, is_async=True)
+    x = _x_of(pool, x_slot, C)
+    width: gl.constexpr = C.chunk // C.pieces
+    words = ()
+    for i in gl.static_range(gl.constexpr(C.pieces)):
+        right = x.slice(width * i, width, dim=1).permute([1, 0])
+        p = warpgroup_mma(left, right, p, use_acc=adds or i > 0, is_async=True)
+        if i == 1:
+            words = _words_of(pool, following, gl.constexpr(C.ahead - 2), S, C)
+        if i + 1 < C.pieces:
+            left = unpacked(packed, i + 1, S, C)
     x_slot, parity = _turn(x_slot, parity, C)
-    return warpgroup_mma_wait(1, deps=[p]), (x_slot, parity, gl.where(code_slot == C.stages - 1, 0, code_slot + 1))
+    return warpgroup_mma_wait(C.pieces, deps=[p]), words, (x_slot, parity, following)
 
 
 @gluon.jit
@@ -256,6 +275,9 @@ def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
         gdc_launch_dependents()
     done = end * 0
     slots = (end * 0, end * 0, end * 0)
+    words = ()
+    if C.pieces > 1:
+        words = _words_of(pool, slots[2], gl.constexpr(C.ahead - 1), S, C)
     while done < end:
         stop = gl.where(done < shared, step + shared, steps)
         tile, block = _tile_at(position, work, C)
@@ -266,7 +288,7 @@ def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
         p = gl.full([C.tile, C.block_m], 0.0, gl.float32, sums_layout(C))
         for half in gl.static_range(2):
             before = slots[0]
-            p, slots = _multiply(p, pool, slots, scale[half], zero[half], half > 0, S, C)
+            p, words, slots = _multiply(p, words, pool, slots, scale[half], zero[half], half > 0, S, C)
             if half > 0:
                 _free_x(gl.where(before == 0, C.x_stages - 1, before - 1), C)
             ahead = _fetch((half + C.ahead) % 2, ahead, end, K, work, weights, S, C)
@@ -275,76 +297,19 @@ def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
             next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, now + 1, K, S, C)
             for half in gl.static_range(2):
                 before = slots[0]
-                p, slots = _multiply(p, pool, slots, scale[half], zero[half], True, S, C)
+                p, words, slots = _multiply(p, words, pool, slots, scale[half], zero[half], True, S, C)
                 _free_x(gl.where(before == 0, C.x_stages - 1, before - 1), C)
                 ahead = _fetch((half + C.ahead) % 2, ahead, end, K, work, weights, S, C)
-        sums = _columns(warpgroup_mma_wait(0, deps=[p]), C)
+        sums = columns_of(warpgroup_mma_wait(0, deps=[p]), C)
         _free_x(gl.where(slots[0] == 0, C.x_stages - 1, slots[0] - 1), C)
         if C.whole or stop - step == steps:
             for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
-                _write(sums[i], tile, block * C.block_m + i * C.sums, M, weights, S, C)
+                write_columns(sums[i], tile, block * C.block_m + i * C.sums, M, weights, S, C)
         else:
-            _exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, S, C)
+            exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, S, C)
         done += stop - step
         position = gl.where(done == shared, first_own, position + gl.num_programs(0))
         step = end * 0
-
-
-@gluon.jit
-def _columns(v, C: gl.constexpr):
-    """Sums [tile, block_m] as two or four tensors of C.sums columns."""
-    if C.block_m == 2 * C.sums:
-        return halves(gl.permute(gl.reshape(v, [C.tile, 2, C.sums]), [0, 2, 1]), 1)
-    else:
-        return halves(gl.permute(gl.reshape(v, [C.tile, 2, 2, C.sums]), [0, 3, 1, 2]), 2)
-
-
-@gluon.jit
-def _write(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr):
-    """Sums [tile, C.sums] to y, from `first_row` on."""
-    unit: gl.constexpr = S.unit(C.dtype) / C.unit
-    write_tile(v * unit, tile, first_row, M, weights, S, C)
-
-
-@gluon.jit
-def _flat(v, C: gl.constexpr):
-    """Sums [tile, C.sums] in a row: four numbers that a thread holds, then those of the next."""
-    v = gl.reshape(v, [C.tile // 16, 2, 8, C.sums // 8, 4, 2])
-    return gl.reshape(gl.permute(v, [3, 0, 2, 4, 1, 5]), [C.tile * C.sums])
-
-
-@gluon.jit
-def _unflat(v, layout: gl.constexpr, C: gl.constexpr):
-    v = gl.permute(gl.reshape(v, [C.sums // 8, C.tile // 16, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-    return gl.convert_layout(gl.reshape(v, [C.tile, C.sums]), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, S: gl.constexpr, C: gl.constexpr):
-    """A part of a tile's sums to the workspace; the last program to arrive adds all parts, in their order."""
-    _, _, _, _, _, parts = work
-    program = gl.program_id(0)
-    layout: gl.constexpr = sums[0].type.layout
-    of_column: gl.constexpr = C.tile * C.sums
-    offsets = gl.arange(0, of_column, layout=_flat(sums[0], C).type.layout)
-    for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
-        own = Partials + (program.to(gl.int64) * C.partial_floats + i * of_column)
-        gl.store(own + offsets, _flat(sums[i], C), cache_modifier=".cg")
-    barrier()
-    before = gl.atomic_add(Semaphores + position, 1, sem="acq_rel", scope="gpu")
-    if before == parts - 1:
-        gl.store(Semaphores + position, 0)
-        first = position * parts
-        for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
-            mine = _flat(sums[i], C)
-            base = Partials + (first.to(gl.int64) * C.partial_floats + i * of_column)
-            total = gl.load(base + offsets, mask=(offsets >= 0) & (first != program), other=0.0, cache_modifier=".cg")
-            total = gl.where(first == program, mine, total)
-            for other in range(first + 1, first + parts):
-                base += C.partial_floats
-                part = gl.load(base + offsets, mask=(offsets >= 0) & (other != program), other=0.0, cache_modifier=".cg")
-                total += gl.where(other == program, mine, part)
-            _write(_unflat(total, layout, C), tile, block * C.block_m + i * C.sums, M, weights, S, C)
 
 
 @gluon.jit(do_not_specialize=["M"])

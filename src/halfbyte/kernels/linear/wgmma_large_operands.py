@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from halfbyte.kernels.common.compat import view
 from halfbyte.kernels.common.layouts import by_pairs
 from halfbyte.kernels.common.scales import to_float
-from halfbyte.kernels.linear.operands import dtype_of, scale_layout
+from halfbyte.kernels.linear.operands import dtype_of, halves, scale_layout
 from halfbyte.kernels.linear.wgmma_operands import sums_layout
 
 
@@ -53,21 +53,20 @@ def _ring_layout(S, C):
 
 
 @gluon.jit
-def _words(pool, slot, S: gl.constexpr, C: gl.constexpr):
-    """The 32-bit words of a slot of codes, [tile, 64]: for each k the word that holds the eight k around it, or the two words."""
+def load_words(pool, slot, S: gl.constexpr, C: gl.constexpr):
+    """The 32-bit words of a slot of codes, [tile, 8]: the word that holds eight k, or the two words."""
     layout: gl.constexpr = gl.SliceLayout(2, _by_groups(C, 8).type.layout)
     words: gl.constexpr = gl.constexpr(S.words(C) // 2)
     shape: gl.constexpr = [C.tile, words]
     codes = view(pool, slot, gl.int32, shape, _ring_layout(S, C))
     if words == 8:
-        return (_spread(codes.load(layout), C),)
+        return (codes.load(layout),)
     else:
         one = gl.full([C.tile, 8], 0, gl.int32, layout)
         pairs: gl.constexpr = gl.reshape(gl.join(one, one), [C.tile, 16]).type.layout
         even, odd = gl.split(gl.reshape(codes.load(pairs), [C.tile, 8, 2]))
         even = gl.convert_layout(even, layout, assert_trivial=True)
-        odd = gl.convert_layout(odd, layout, assert_trivial=True)
-        return _spread(even, C), _spread(odd, C)
+        return even, gl.convert_layout(odd, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -105,9 +104,11 @@ def _unpack_asm(S, C):
 
 
 @gluon.jit
-def left_operand(pool, slot, scale, zero, S: gl.constexpr, C: gl.constexpr):
-    """The weights of 64 k [tile, 64] over `C.unit`, from a slot of codes and their scales and zero points [tile, groups]."""
-    operands = _words(pool, slot, S, C)
+def packed_operands(words, scale, zero, S: gl.constexpr, C: gl.constexpr):
+    """What 64 k are unpacked from, in pieces of an MMA each: words of `load_words`, scales and zero points [tile, groups]."""
+    operands = ()
+    for i in gl.static_range(gl.constexpr(len(words))):
+        operands = operands + (_spread(words[i], C),)
     lane = _lane(C)
     if S.kind == "signed":
         operands = operands + (lane * 0x202 + 0x100,)
@@ -125,6 +126,34 @@ def left_operand(pool, slot, scale, zero, S: gl.constexpr, C: gl.constexpr):
         operands = operands + (lane * 0x1111, _minus_offsets(zero, S, C))
     if S.group > 0:
         operands = operands + (_spread(_scale_in_16_bits(scale, S, C), C),)
+    pieces = ()
+    for i in gl.static_range(gl.constexpr(len(operands))):
+        pieces = pieces + (_pieces(operands[i], C),)
+    return pieces
+
+
+@gluon.jit
+def _pieces(v, C: gl.constexpr):
+    """[tile, 64] as one operand, or as four of 16 k."""
+    if C.pieces == 1:
+        return (v,)
+    else:
+        v = gl.reshape(v, [C.tile, 2, 2, 16])
+        a, b, c, d = halves(gl.permute(v, [0, 3, 1, 2]), 2)
+        return _operand(a, C), _operand(b, C), _operand(c, C), _operand(d, C)
+
+
+@gluon.jit
+def _operand(v, C: gl.constexpr):
+    return gl.convert_layout(v, operand_layout(C), assert_trivial=True)
+
+
+@gluon.jit
+def unpacked(packed, i: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The weights of a piece over `C.unit`: the left operand of an MMA."""
+    operands = ()
+    for j in gl.static_range(gl.constexpr(len(packed))):
+        operands = operands + (packed[j][i],)
     registers: gl.constexpr = gl.constexpr((5 if S.kind == "unsigned" else 6) + (S.group > 0))
     return by_pairs(_unpack_asm(S, C), 1, gl.constexpr(C.dtype), operands, registers)[0]
 
