@@ -16,7 +16,7 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, kv_format
 from halfbyte.plans import decode_shapes, toolchain
 from halfbyte.plans.decode_attention import gluon_plan, queries_of_a_block, ragged_blocks
-from halfbyte.plans.decode_portable import triton_tiles
+from halfbyte.plans.decode_portable import portable_plan, triton_tiles
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_shapes import programs, reduce_fanin_of, with_reduce_smem
 from halfbyte.plans.decode_spec import DecodePlan, DecodeWgmmaSpec
@@ -257,6 +257,13 @@ def test_where_two_programs_are_faster_than_one_with_a_unit(change: dict[str, ob
 def test_two_steps_of_adding_are_about_equally_long(parts: int) -> None:
     first = reduce_fanin_of(parts, 1)
     assert first / 3 < -(-parts // first) < 3 * first
+
+
+def test_latents_take_small_tiles_of_the_portable_kernel() -> None:
+    latent = replace(LAYER, heads=1, group=128, dim=64, value_dim=512, latent=True)
+    for values, tokens in (("int8", 32), ("int4_g32", 16)):
+        tiles = portable_plan(replace(latent, values=values), 132, (9, 0))
+        assert (tiles.block_rows, tiles.block_tokens, tiles.num_warps) == (16, tokens, 8)
 
 
 def test_an_old_gpu_is_refused() -> None:

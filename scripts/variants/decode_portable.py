@@ -18,7 +18,8 @@ from variants.decode_sample import Sample, sample
 def configurations() -> list[Configuration]:
     """Those of every call of the sample; of latents; and of ragged queries: a prompt with decodes, and few, which are split."""
     found = [c for one in sample() for c in _configurations(one)]
-    latents = [c for keys, values in (("bf16", "int8"), ("int8", "int4_g32"), ("fp8", "fp8")) for c in _latents(keys, values)]
+    formats = ("bf16", "bf16"), ("bf16", "int8"), ("int8", "int4_g32"), ("fp8", "fp8")
+    latents = [c for keys, values in formats for c in _latents(keys, values)]
     return [*found, *latents] + [
         c
         for tokens in (576, 20)
@@ -41,7 +42,7 @@ def _ragged(keys: str, values: str, tokens: int) -> list[Configuration]:
 
 
 def _latents(keys: str, values: str) -> list[Configuration]:
-    """A step of 16 heads over latents of 512 dims with rotary keys of 64, as in DeepSeek V2 Lite."""
+    """A step of 16 heads over latents of 512 dims with rotary keys of 64, as in DeepSeek V2 Lite; more heads take more programs."""
     k, v = (kv_buffer(KV_FORMATS[name], (16, 1, 4096, dim), 16, torch.bfloat16) for name, dim in ((keys, 64), (values, 512)))
     q = empty(16, 16, 1, 576, dtype=torch.bfloat16)
     call = DecodeCall(q, k, v, empty(16), empty(16), None, AttentionOptions(0.1), latent=True)

@@ -22,7 +22,7 @@ from accuracy import attention_errors
 from halfbyte.formats import Format, key_format
 from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference import attention as reference
-from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.hadamard import rotate, rotate_end
 
 T = TypeVar("T")
 
@@ -60,6 +60,7 @@ class Variant:
     page       tokens of a page; None: contiguous
     odd        the capacity is no multiple of anything, and strides with it
     exact      sink tokens and recent tokens in 16 bits
+    latent     values are latents, and the first dims of keys (MLA)
     """
 
     keys: str
@@ -75,6 +76,7 @@ class Variant:
     odd: bool = False
     options: frozenset[str] = frozenset()
     exact: tuple[int, int] = (0, 0)
+    latent: bool = False
 
     @property
     def widest(self) -> int:
@@ -158,6 +160,14 @@ def exact_variants(count: int, seed: int = 3) -> list[Variant]:
     rng, drawn = random.Random(seed), iter(variants(8 * count, seed))
     suited = (v for v in drawn if v.keys in quantized and v.values in quantized)
     return [replace(v, exact=rng.choice(((4, 16), (64, 256), (0, 100), (5, 0)))) for v in itertools.islice(suited, count)]
+
+
+def latent_variants(count: int, seed: int = 5) -> list[Variant]:
+    """Latents of 512 dims and rotary keys of 64, for as many heads as models with MLA have."""
+    rng, drawn = random.Random(seed), iter(variants(8 * count, seed))
+    suited = (v for v in drawn if _fits(key_format(v.keys), 64, v.page))
+    sizes = {"dim": 64, "value_dim": 512, "latent": True}
+    return [replace(v, group=rng.choice((16, 20, 64, 128)), **sizes) for v in itertools.islice(suited, count)]  # type: ignore[arg-type]
 
 
 def draw(count: int, grid: Sequence[Variant], *, longest: int, elements: int, seed: int = 1) -> list[Case]:
@@ -337,12 +347,13 @@ class Call:
         Rotated keys are rotated back: both know of no rotation.
         """
         cache, given = self.cache, dict(self.options)
-        start = given.pop("query_start", cache.lengths - self.q.shape[2])
+        start, latent = given.pop("query_start", cache.lengths - self.q.shape[2]), given.pop("latent", False)
         options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5} | given)
         oldest = reference.oldest_visible(start, options)
         held = max(cache.lengths.tolist(), default=0)  # no query sees what lies beyond, which may be most of the memory
         k, v = (reference.read(p, cache.lengths, cache.page_table, oldest)[:, :, :held] for p in (cache.keys, cache.values))
         k = rotate(k.double()) if cache.rotate_keys else k
+        k = torch.cat([v, k], -1) if latent else k
         return reference.attend(self.q.to(dtype), k.to(dtype), v.to(dtype), cache.lengths, start, options)
 
     def wrong(self, out: torch.Tensor, lse: torch.Tensor, kernel: bool = True) -> str:
@@ -359,7 +370,8 @@ class Call:
         if self.q.element_size() > 2:
             return 0.0, 0.0
         kind = torch.bfloat16 if self.cache.keys.codes.dtype is torch.bfloat16 else torch.float16
-        rounded = rotate(rotate(self.q.double()).to(kind).double())
+        dim = self.cache.head_dim
+        rounded = rotate_end(rotate_end(self.q.double(), dim).to(kind).double(), dim)
         found, truth = replace(self, q=rounded).attend(torch.float64), self._expected[0]
         out, lse = (2 * (a - b).nan_to_num(0, 0, 0).abs().max().item() for a, b in zip(found, truth, strict=True))
         return out, lse
@@ -393,7 +405,8 @@ def build(case: Case, device: str) -> Call:
         keys, values, table = paged(keys, values, lengths, v.page, case.seed)
     keys, values = (mapped(p, lambda t: laid_out(t, v.layout)) for p in (keys, values))
     cache = wrapped(keys, values, lengths, table, "rotate" in v.options)
-    q = (normal(rows[0], v.queries, case.heads * v.group, v.dim) * case.q_scale).to(dtype).transpose(1, 2)
+    query_dim = v.dim + (v.value_dim or v.dim) * v.latent
+    q = (normal(rows[0], v.queries, case.heads * v.group, query_dim) * case.q_scale).to(dtype).transpose(1, 2)
     return Call(q if case.seed % 2 else q.contiguous(), cache, _options(case, normal, lengths))
 
 
@@ -432,7 +445,7 @@ def wrapped(
 def _options(case: Case, normal: Callable[..., torch.Tensor], lengths: torch.Tensor) -> dict[str, Any]:
     """Keyword arguments of `decode_attention`."""
     chosen, rng, heads = case.variant.options, random.Random(case.seed), case.heads * case.variant.group
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"latent": True, "sm_scale": case.variant.dim**-0.5} if case.variant.latent else {}
     if case.early:
         found["query_start"] = (normal(len(lengths)).abs() * lengths / 2).int()
     if "alibi" in chosen:

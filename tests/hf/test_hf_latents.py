@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.evals.calibrate_keys import calibrate_keys
 from halfbyte.hf.latents import announce, heads_of, newest_layer
 from halfbyte.memory import packed_layers
 from halfbyte.reference.hadamard import rotate
@@ -214,6 +215,10 @@ def test_what_is_refused() -> None:
     ids, options = tokens(9), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     with pytest.raises(Unsupported, match="drafts"):
         packed.generate(ids[:1], **options, assistant_model=tiny_model("deepseek_v3"))
+    with pytest.raises(Unsupported, match="calibrated keys over a cache of latents"):
+        calibrate_keys(packed, torch.ones(1, 512, dtype=torch.long))
+    with pytest.raises(Unsupported, match="calibrated keys over a cache of latents"):
+        hf.PackedCache(packed, 64, calibration="keys.safetensors")
     cache = hf.PackedCache(packed, 64, keys="int8", values="int8")
     with pytest.raises(Unsupported, match="4 heads where its configuration says latents"):
         cache.update(torch.zeros(1, 4, 2, 64), torch.zeros(1, 4, 2, 32), 0)

@@ -28,6 +28,7 @@ from halfbyte.nn import QuantLinear
         (lambda: tf.GPTJConfig(), "does not call the attention functions"),
         (lambda: tf.DeepseekV32Config(), r"an indexer with keys of its own picks the cached latents \(MLA\)"),
         (lambda: tf.AutoConfig.for_model("deepseek_v3", index_topk=8), r"an indexer .* picks the cached latents"),
+        (lambda: tf.AutoConfig.for_model("deepseek_v3", sliding_window=8), "sliding window over latents"),
         (lambda: tf.MiniMaxM3VLTextConfig(), "an indexer .* picks the cached tokens"),
         (lambda: tf.Qwen4ExpTextConfig(), "an indexer .* picks the cached tokens"),
         (lambda: tf.DiffLlamaConfig(), "between the cache update and attention"),

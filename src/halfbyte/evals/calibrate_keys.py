@@ -92,8 +92,10 @@ def calibrate_keys(
     from halfbyte.hf.attention import CACHE
     from halfbyte.hf.cache import PackedCache
     from halfbyte.hf.every_forward import part_of_text
-    from halfbyte.hf.model_support import half_type, inner_model
+    from halfbyte.hf.latents import check_no_latents
+    from halfbyte.hf.model_support import half_type, inner_model, text_config
 
+    check_no_latents(text_config(model))
     sizes, plain = sizes_of(model), plain_format(half_type(model)).name
     moments = [Moments() for _ in range(sizes.layers)]
     for window in windows.to(model.device):

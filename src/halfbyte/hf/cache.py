@@ -20,7 +20,7 @@ from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
 from halfbyte.hf.latent_layer import LatentLayer
-from halfbyte.hf.latents import is_latent
+from halfbyte.hf.latents import check_no_latents, is_latent
 from halfbyte.hf.model_support import (
     BUCKET,
     all_head_dims,
@@ -327,6 +327,7 @@ def layer_transforms(model_or_config: Any, calibration: Calibration | None, laye
     """The transform of keys of each layer; raises for the calibration of another model."""
     if calibration is None:
         return (None,) * layers
+    check_no_latents(text_config(model_or_config))
     keys, is_model = read_calibration(calibration), isinstance(model_or_config, torch.nn.Module)
     digest = digest_of_norms(inner_model(model_or_config)) if is_model else ""
     keys.check_model(model_sizes(text_config(model_or_config)), digest)

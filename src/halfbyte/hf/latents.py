@@ -19,6 +19,8 @@ from halfbyte.ops.transform_heads import transform_heads
 
 #: The method of an attention module that expands latents [B, 1, T, R] and rotary keys [B, 1, T, rotary dims].
 EXPANDS = "expand_kv"
+#: Why some families are refused.
+SPARSE = "an indexer with keys of its own picks the cached latents (MLA) that a query reads"
 
 
 class _Newest(threading.local):
@@ -57,6 +59,19 @@ def newest_layer(module: Any) -> Any:
 def is_latent(config: Any) -> bool:
     """Whether the decoder of this configuration caches latents and rotary keys, of one KV head."""
     return bool(getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None))
+
+
+def latent_refusal(config: Any) -> str:
+    """Why a packed cache cannot hold the latents of this configuration's decoder; "" where it can, and where there are none."""
+    if is_latent(config) and getattr(config, "index_topk", None):
+        return SPARSE
+    return "it has a sliding window over latents (MLA)" if is_latent(config) and getattr(config, "sliding_window", None) else ""
+
+
+def check_no_latents(config: Any) -> None:
+    """Raise `Unsupported` where keys to calibrate are made of latents."""
+    if is_latent(config):
+        raise Unsupported("calibrated keys over a cache of latents (MLA) are not implemented; leave the calibration out")
 
 
 @torch.no_grad()

@@ -26,12 +26,11 @@ from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import MIN_SCALE, Format, check_window, key_format, value_format
-from halfbyte.hf.latents import is_latent
+from halfbyte.hf.latents import SPARSE, is_latent, latent_refusal
 from halfbyte.hf.survey import modules_of
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import F16_MAX
 
-_SPARSE_MLA = "an indexer with keys of its own picks the cached latents (MLA) that a query reads"
 _PICKED = "an indexer with keys of its own picks the cached tokens that a query reads, and attention over packed data reads all"
 _TOUCHED = "it changes or selects cached keys or values between the cache update and attention"
 _NO_SEAM = "it computes attention itself and does not call the attention functions that can be registered in transformers"
@@ -43,7 +42,7 @@ _WINDOW = "it does not pass its sliding window to attention"
 _BIAS = "it adds a learned position bias to the scores"
 
 _BY_REASON: dict[str, str] = {
-    _SPARSE_MLA: "axk2 deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 hy_v4_vl mistral_large4",
+    SPARSE: "axk2 deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 hy_v4_vl mistral_large4",
     _PICKED: "minimax_m3 minimax_m3_vl qwen4_exp",
     _TOUCHED: "decision_transformer diffllama doge idefics jetmoe mllama moonshine moonshine_streaming",
     _SHARED: "dory",
@@ -200,8 +199,8 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, "none of its layers has keys and values")
     if getattr(inner, "num_kv_shared_layers", 0) and not getattr(inner, "kv_sharing_modes", None):
         raise _refusal(name, _SHARED)
-    if is_latent(inner) and getattr(inner, "index_topk", None):
-        raise _refusal(name, _SPARSE_MLA)
+    if reason := latent_refusal(inner):
+        raise _refusal(name, reason)
     if getattr(inner, "attention_chunk_size", None):
         raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
 

@@ -84,14 +84,15 @@ def triton_tiles(
 
     `chunk` > 0 requests the same bits in every batch; it is rounded up to whole blocks.
     """
+    latents = dim > 512  # with rotary keys: tiles that spill little, not measured
     # Not 64 rows: those use Hopper's wgmma, with which Triton 3.6 read memory that it had already reused.
-    block_rows = 16 if rows <= 16 else 32
+    block_rows = 16 if rows <= 16 or latents else 32
     bits, channels = (keys.code.bits, values.code.bits), keys.token_block is not None
     in_groups = "group" in (keys.granularity, values.granularity)
     wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not in_groups)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
     num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
-    if dim > 512:  # latents with rotary keys; not measured
+    if latents:
         block_tokens, num_warps = 16 if in_groups and not channels else 32, 8
     tiles = -(-rows // block_rows)
     if chunk:
