@@ -18,12 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+import halfbyte
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.device import H200
 from halfbyte.engine import PagedView, PageLayout, attention_varlen, unpack_pages
 from halfbyte.ops import _decode_on_gpu, launch_cache
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import bucket, groups
-from halfbyte.vllm.warm_up import Limits, warm_up
+from halfbyte.vllm.warm_up import Limits, compile_linear, warm_up
 from pretended_gpu import Compiled, pretend_gpu
 
 LIMITS = Limits(requests=72, drafts=2, tokens=320, longest=1800)
@@ -158,3 +160,20 @@ def test_a_layer_like_another_compiles_nothing(variants: Variants) -> None:
         Layer("int8", "int8", "cache", 50, SCRATCH).warm_up(LIMITS._replace(requests=9))
         variants.keys.clear()
     assert not variants.keys
+
+
+@pytest.mark.parametrize(("name", "n", "k"), [("int4_g128", 1024, 4096), ("nf4", 6144, 4096), ("int8_col", 8192, 8192)])
+def test_prompts_of_every_length_take_gemms_that_were_compiled(name: str, n: int, k: int, variants: Variants) -> None:
+    draw, weight = random.Random(name), halfbyte.quantize(torch.ones(1, k), name)
+    parts = {part: t.expand(n, *t.shape[1:]).contiguous() for part, t in weight.parts().items()}
+    weight = type(weight)(weight.format, torch.Size((n, k)), **parts)
+
+    def multiply(rows: int) -> None:
+        halfbyte.linear(torch.zeros(rows, k, dtype=torch.bfloat16), weight, impl="gluon")
+
+    compile_linear(GemmProblem(((weight.format, n),), 1, k, "bf16"), False, 2048, torch.device("cuda", 0), multiply)
+    known = set(variants.keys)
+    assert len(known) > 3
+    for rows in [17, 32, 33, 64, 65, 2048, *(draw.randint(17, 2048) for _ in range(40))]:
+        multiply(rows)
+        assert variants.keys <= known, (rows, sorted(name for name, *_ in variants.keys - known))

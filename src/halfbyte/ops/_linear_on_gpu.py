@@ -104,6 +104,19 @@ def _plan(problem: GemmProblem, device: int, use_pdl: bool) -> GemmPlan | str:
     return plan_by_table(problem, here, use_pdl, table_of(here.name, here.num_sms))[0]
 
 
+def rows_of_plans(problem: GemmProblem, most: int, device: torch.device) -> list[int]:
+    """The fewest M, from 17 to `most`, of each variant of a kernel that GEMMs of these weights take. `problem` has any M.
+
+    Below 17 variants differ by M and by what surrounds the call.
+    """
+    fewest: dict[object, int] = {}
+    for rows in (17, 33, *range(65, most + 1, 64)):  # no block of batch rows has fewer than 32, or from 65 on 64
+        plan = _plan(problem._replace(rows=rows), device.index, pair_launches())
+        variant = plan.spec if isinstance(plan, GemmPlan) else tiles_of(problem._replace(rows=rows), device)
+        fewest.setdefault(variant, rows)
+    return [rows for rows in fewest.values() if rows <= most]
+
+
 def tiles_of(problem: GemmProblem, device: torch.device, row_invariant: bool = False) -> PortableTiles:
     """The tiles of the portable kernel on a GPU, or in the interpreter."""
     return _tiles(problem, -1 if device.type == "cpu" else device.index, row_invariant)

@@ -6,14 +6,16 @@ below, on requests without tokens, reach every variant, whatever an engine of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from halfbyte.engine import PagedView, unpack_pages
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.ops._linear_on_gpu import rows_of_plans
 from halfbyte.ops.compiling import compiling_only
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import ROWS, bucket
 
 #: Work items up to which plans may differ from one number to the next: they compare them with multiprocessors.
@@ -21,6 +23,8 @@ _ITEMS = 400
 
 #: Layers that are compiled, by all that decides which kernels they take.
 _compiled: set[tuple[Any, ...]] = set()
+#: Linear layers whose kernels are not loaded yet: numbers of rows that take every variant, and what multiplies so many.
+_products: list[tuple[list[int], Callable[[int], object]]] = []
 
 
 class Limits(NamedTuple):
@@ -94,6 +98,25 @@ def warm_up(
         _attention(impl, limits, query, key, value, sides, table)
         if impl.prompts is not None and wait:
             _unpack(impl, key, value, sides, table)
+        while wait and _products:
+            numbers, multiply = _products.pop()
+            for rows in numbers:
+                multiply(rows)
+
+
+def compile_linear(problem: GemmProblem, biased: bool, most: int, device: torch.device, multiply: Callable[[int], object]) -> None:
+    """Compile in the background what a linear layer needs for prompts, once for all that are like it; `warm_up` loads it.
+
+    problem: its weights, K and the type of x; most: rows of x; multiply: calls the layer with so many rows.
+    """
+    if device.type != "cuda" or (problem, biased) in _compiled:
+        return
+    _compiled.add((problem, biased))
+    numbers = rows_of_plans(problem, most, device)
+    with compiling_only(wait=False):
+        for rows in numbers:
+            multiply(rows)
+    _products.append((numbers, multiply))
 
 
 def _attention(

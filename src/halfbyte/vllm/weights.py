@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -31,12 +32,15 @@ from halfbyte.checkpoints.experts import without_nested_scales
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
+from halfbyte.ops._linear_on_gpu import HALVES
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
+from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
+from halfbyte.vllm.warm_up import compile_linear
 
 #: What transformers and some of vLLM's models call the module that holds experts.
 RENAMED = (".mlp.", ".block_sparse_moe.")
@@ -177,12 +181,17 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
     ) -> None:
         """Parameters that catch what the files hold: one element for each stored weight with a tensor of that name."""
         layer.halfbyte_sizes = (output_partition_sizes, input_size_per_partition, input_size)
+        self._dtype, self._most_rows = params_dtype, self._rows(get_current_vllm_config().scheduler_config)
         self._forget(layer)
         expected = [stored.tensors(input_size) for stored in self.stored]
         for name in sorted(set().union(*expected)):
             catchers = catcher(sum(name in names for names in expected), self._loader(layer, name))
             layer.register_parameter(parameter(name), catchers)
         layer.halfbyte_catchers = sorted(parameter(name) for name in set().union(*expected))
+
+    def _rows(self, scheduler: Any) -> int:
+        """Rows of x in a step at most."""
+        return int(scheduler.max_num_batched_tokens)
 
     def _forget(self, layer: Any) -> None:
         """Nothing is loaded yet."""
@@ -253,6 +262,25 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         layer.halfbyte_names = [[f"weight{i}_{name}" for name in weight.parts()] for i, weight in enumerate(weights)]
         layer.halfbyte_formats = [weight.format.name for weight in weights]
         layer.halfbyte_rows = [weight.shape[0] for weight in weights]
+        self._begin_to_compile(layer, weights)
+
+    def _begin_to_compile(self, layer: Any, weights: Sequence[QuantTensor]) -> None:
+        """Compile the kernels of prompts in the background, unless ranks exchange x first."""
+        half, width, device = HALVES.get(self._dtype), weights[0].shape[1], weights[0].codes.device
+        if half is None or hasattr(layer, "halfbyte_gather"):
+            return
+        there = weakref.ref(layer)
+        bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+
+        def multiply(rows: int) -> None:
+            layer = there()
+            if layer is not None:
+                self.apply(layer, torch.empty(rows, width, dtype=self._dtype, device=device), bias)
+
+        for begin in range(0, len(weights), MOST_PROJECTIONS):
+            shapes = tuple((weight.format, weight.shape[0]) for weight in weights[begin : begin + MOST_PROJECTIONS])
+            problem = GemmProblem(shapes, 1, width, half)
+            compile_linear(problem, bias is not None, self._most_rows, device, multiply)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N], of all the layer's weights side by side."""
@@ -273,6 +301,9 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
 
 class HalfbyteHead(HalfbyteLinear):
     """An output layer, of which each rank has the rows of some tokens."""
+
+    def _rows(self, scheduler: Any) -> int:
+        return int(scheduler.max_num_seqs)
 
     def _ranges(self, layer: Any, index: int) -> list[tuple[int, int]]:
         return [(layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)]
