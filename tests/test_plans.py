@@ -15,7 +15,7 @@ from halfbyte.device import GPU, H200, block_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, kv_format
 from halfbyte.plans import decode_shapes, toolchain
-from halfbyte.plans.decode_attention import gluon_plan, queries_of_a_block, ragged_blocks
+from halfbyte.plans.decode_attention import gluon_plan, plans_of, queries_of_a_block, ragged_blocks
 from halfbyte.plans.decode_portable import portable_plan, triton_tiles
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_shapes import programs, reduce_fanin_of, with_reduce_smem
@@ -49,12 +49,28 @@ def why_not(p: DecodeProblem, capability: tuple[int, int] = (9, 0)) -> str:
     ("most", "capability", "queries"), [(1, (9, 0), 1), (4, (9, 0), 4), (512, (9, 0), 32), (512, (8, 0), 8), (512, (10, 0), 8)]
 )
 def test_ragged_queries_become_blocks(most: int, capability: tuple[int, int], queries: int) -> None:
-    """64 decodes and a prompt of 512 tokens, or fewer where no sequence has so many."""
+    """64 decodes and a prompt of 512 tokens, or fewer where no sequence has so many. Padding is one sequence more."""
     mixed = replace(LAYER, batch=65, queries=576, page=16, ragged=True)
     assert "takes blocks of them" in why_not(mixed, capability)
     blocks = ragged_blocks(mixed, most, capability)
-    assert (blocks.queries, blocks.batch) == (queries, 576 // queries + 65)
+    assert (blocks.queries, blocks.batch) == (queries, 576 // queries + 66)
     tuned(blocks, capability=capability)
+    even = replace(mixed, queries=65 * most)  # as the host is told
+    assert ragged_blocks(even, most, capability).batch == 65 * -(-most // queries)
+
+
+def test_very_many_blocks_are_launched_one_after_the_other() -> None:
+    """Each launch has the kernel of up to 64 blocks or that of more, and so many as it counts."""
+    prompts = replace(LAYER, batch=3, queries=50_000)
+
+    def launches(p: DecodeProblem) -> list[tuple[int, int, int]]:
+        plans = [plan for plan in plans_of(p, "auto", 0, H200, True) if isinstance(plan, DecodePlan)]
+        return [(plan.first_block, plan.blocks, plan.spec.batch) for plan in plans]
+
+    assert launches(prompts) == [(0, 4096, 4096), (4096, 593, 4096)]
+    assert 4096 + 593 == 3 * -(-50_000 // 32)
+    assert launches(replace(prompts, batch=1, queries=100)) == [(0, 4, 64)]
+    assert launches(replace(prompts, queries=1)) == [(0, 0, 4)]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

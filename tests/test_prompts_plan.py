@@ -26,24 +26,23 @@ def test_scratch_begins_anew_with_each_group() -> None:
 REQUESTS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5000)), max_size=20)
 
 
-@given(REQUESTS, st.integers(1, 8), st.integers(1, 8000), st.none() | st.integers(1, 5))
-def test_each_request_is_in_one_group_by_what_it_is(
-    requests: list[tuple[int, int]], heads: int, scratch: int, exact_above: int | None
-) -> None:
+@given(REQUESTS, st.integers(1, 8), st.integers(1, 8000), st.integers(1, 5))
+def test_each_request_is_in_one_group_by_what_it_is(requests: list[tuple[int, int]], heads: int, scratch: int, drafts: int) -> None:
     queries, lengths = [n for n, _ in requests], [n + past for n, past in requests]
-    options = {"query_heads": heads, "scratch": scratch, "exact_above": exact_above}
-    found = groups(queries, lengths, **options)  # type: ignore[arg-type]
-    assert [i for g in found for i in range(g.first, g.last)] == list(range(len(requests)))
-    for g in found:
+    options = {"query_heads": heads, "scratch": scratch, "drafts": drafts}
+    parts = groups(queries, lengths, **options)
+    assert [i for g in parts for i in range(g.first, g.last)] == list(range(len(requests)))
+    for g in parts:
         assert not g.unpacked or sum(lengths[g.first : g.last]) <= scratch
+        assert {n <= drafts for n in queries[g.first : g.last]} == {g.decodes}
         for i in range(g.first, g.last):
-            alone = groups(queries[i : i + 1], lengths[i : i + 1], **options)  # type: ignore[arg-type]
-            assert alone == [Group(0, 1, g.unpacked, g.exact)]
+            alone = groups(queries[i : i + 1], lengths[i : i + 1], **options)
+            assert alone == [Group(0, 1, g.unpacked, g.decodes)]
 
 
-@given(st.lists(st.integers(1, 9000), min_size=1, max_size=30))
-def test_buckets_are_few(queries: list[int]) -> None:
-    size = bucket(max(queries))
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=30), st.integers(1, 5))
+def test_buckets_are_few(queries: list[int], drafts: int) -> None:
+    size = bucket(max(queries), drafts)
     assert size >= max(queries)
-    assert size & (size - 1) == 0
+    assert size == drafts if max(queries) <= drafts else size & (size - 1) == 0
     assert size <= 2 * max([*queries, 4])

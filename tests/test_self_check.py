@@ -108,7 +108,7 @@ def test_small_attention_has_the_facts_of_the_whole() -> None:
         call = call_of(case)
         if not len(call.lengths) or call.q.dtype is torch.float32:
             continue
-        small = small_calls.small_attention(call)
+        small = small_calls.small_attention(call, call.q.shape[2])
         whole, facts = problem_of(call), problem_of(small)
         sizes = {name: getattr(whole, name) for name in ("batch", "capacity", "aligned")}
         for name in ("k_token_stride", "v_token_stride", "k_scale_stride", "v_scale_stride"):

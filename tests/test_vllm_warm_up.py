@@ -83,17 +83,16 @@ class Layer:
         starts = list(accumulate(queries, initial=tokens))
         bounds = [n + p for n, p in zip(queries, past, strict=True)]
         options = {"query_heads": HEADS // KV_HEADS, "scratch": self.prompts.tokens if self.prompts else 0}
-        exact_above = LIMITS.drafts if self.options.prefill == "exact" else None
-        for group in groups(queries, bounds, exact_above=exact_above, **options):
+        for group in groups(queries, bounds, drafts=LIMITS.drafts, **options):
             mine, rows = slice(group.first, group.last), slice(starts[group.first], starts[group.last])
             cache = PagedView(*self.sides, lengths[decodes:][mine].clone(), table[decodes:][mine].clone())
             cu_seqlens = torch.zeros(len(cache.lengths) + 1, dtype=torch.int32)
-            new = (self.k[rows], self.v[rows]) if group.exact else None
+            new = (self.k[rows], self.v[rows]) if self.options.prefill == "exact" and not group.decodes else None
             if group.unpacked and self.prompts is not None:
                 dense = [x[: sum(bounds[mine])] for x in self.prompts.scratch()]
                 unpack_pages(cache, cu_seqlens, *dense, new=None if new is None else (*new, cu_seqlens))
             else:
-                most = bucket(max(queries[mine]))
+                most = bucket(max(queries[mine]), LIMITS.drafts)
                 self.attend_codes(cache, cu_seqlens, most, self.q[rows], new, out[rows])
 
 

@@ -16,6 +16,8 @@ from halfbyte.reference.hadamard import rotate
 
 #: (queries, length) of each sequence: a whole prompt, a chunk, a decode, an empty slot, a later chunk, another decode.
 MIXED = [(19, 19), (33, 70), (1, 41), (0, 0), (7, 150), (1, 1)]
+#: Bounds of `MIXED` that no engine makes, and memory may hold.
+BAD_BOUNDS = ([0, 5, 3, 99, -7, 10, 2], [9, 9, 9, 9, 9, 9, 10**6], [-(2**31)] * 7, [2**31 - 1] * 7)
 
 
 @dataclass
@@ -75,7 +77,8 @@ class Batch:
             if exact and begin < end:
                 k[0, :, begin - end :], v[0, :, begin - end :] = (x[begin:end].transpose(0, 1).double() for x in (self.k, self.v))
             q = self.q[begin:end].to(dtype).transpose(0, 1)[None]
-            part, sums = reference.attend(q, k.to(dtype), v.to(dtype), length, length - (end - begin), o)
+            own = o._replace(**{name: x[b : b + 1] for name in ("starts", "ends") if (x := getattr(o, name)) is not None})
+            part, sums = reference.attend(q, k.to(dtype), v.to(dtype), own.limit(length), length - (end - begin), own)
             out[begin:end], lse[begin:end] = part[0].transpose(0, 1), sums[0].t()
         return out, lse
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
-from halfbyte.kernels.compiling import CAPABILITIES, Configuration, attention_launch, of_capability, recorded
-from halfbyte.plans.decode_attention import gluon_plan
+import torch
+
+from halfbyte.device import GPU
+from halfbyte.formats import KV_FORMATS
+from halfbyte.kernels.compiling import CAPABILITIES, Configuration, attention_launches, empty, kv_buffer, of_capability, recorded
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall
+from halfbyte.plans.decode_attention import gluon_plan, plans_of
 from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.decode_spec import DecodePlan, DecodeWgmmaSpec
 from variants.decode_sample import Sample, sample
@@ -35,14 +41,15 @@ _INVARIANT = {
 
 
 def configurations() -> list[Configuration]:
-    """Those of every call of the sample."""
+    """Those of every call of the sample, and of blocks of queries: of speculation, of short and of long chunks, of prompts."""
     calls = list(sample())
     calls += [
         one._replace(name=f"{one.name}-invariant", call=one.call._replace(deterministic_batch=True))
         for one in calls
         if one.name in _INVARIANT
     ]
-    return [c for one in calls for c in _configurations(one)]
+    blocks = product((("int8", "int4_g32"), ("int4", "int4")), (0, 4, 16, 512))
+    return [c for one in calls for c in _configurations(one)] + [c for formats, most in blocks for c in _blocks(*formats, most)]
 
 
 def _configurations(one: Sample) -> Iterator[Configuration]:
@@ -61,5 +68,21 @@ def _configurations(one: Sample) -> Iterator[Configuration]:
             if spec.split and (spec.padded_rows > 8 or spec.tail_rows):
                 spilling = _SPLITS
             target = 10 * capability[0] + capability[1]
-            for found in recorded(f"{one.name}-{of_capability(capability)}", attention_launch(one.call, plan)):
-                yield replace(found, targets=(target,), may_spill=spilling)
+            (launch,) = attention_launches(one.call, plan)
+            for variant in recorded(f"{one.name}-{of_capability(capability)}", launch):
+                yield replace(variant, targets=(target,), may_spill=spilling)
+
+
+def _blocks(keys: str, values: str, most: int) -> Iterator[Configuration]:
+    """Ragged queries of 16 sequences in pages of 16, up to `most` of one, as an engine calls it; 0: a prompt of 40 tokens."""
+    k, v = (kv_buffer(KV_FORMATS[name], (4096, 8, 16, 128), 16, torch.bfloat16) for name in (keys, values))
+    if most:
+        q, bounds, name = empty(1, 32, 576, 128, dtype=torch.bfloat16), empty(17), f"ragged{most}"
+    else:
+        q, bounds, name = empty(16, 32, 40, 128, dtype=torch.bfloat16), None, "prompt"
+    call = DecodeCall(q, k, v, empty(16), None, empty(16, 256), AttentionOptions(0.1), cu_seqlens_q=bounds, max_query_len=most)
+    for capability in CAPABILITIES:
+        plans = plans_of(problem_of(call), "gluon", most, GPU("", 132, capability), True)
+        for launch in attention_launches(call, plans[0]):
+            for variant in recorded(f"{keys}-{values}-{name}-{of_capability(capability)}", launch):
+                yield replace(variant, targets=(10 * capability[0] + capability[1],), may_spill=_FULL)

@@ -105,13 +105,14 @@ def resources(problem: GemmProblem | DecodeProblem, plan: Plan, capability: tupl
 
 def configurations(problem: GemmProblem | DecodeProblem, plan: Plan) -> Iterator[Configuration]:
     """What a launch by this plan would compile."""
-    from halfbyte.kernels.compiling import attention_launch, gemm_launches, recorded
+    from halfbyte.kernels.compiling import attention_launches, gemm_launches, recorded
 
     if isinstance(problem, GemmProblem) and isinstance(plan, GemmPlan):
         for launch in gemm_launches(problem, plan, isinstance(problem, BiasedProblem)):
             yield from recorded("linear", launch)
     elif isinstance(problem, DecodeProblem) and isinstance(plan, DecodePlan):
-        yield from recorded("decode", attention_launch(_call_of(problem), plan))
+        for launch in attention_launches(_call_of(problem), plan):
+            yield from recorded("decode", launch)
 
 
 def _call_of(p: DecodeProblem) -> DecodeCall:

@@ -11,12 +11,13 @@ import torch
 from gpu_cases import Call, poisoned
 
 from halfbyte.device import GPU
+from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _problem_of
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
-from halfbyte.plans.decode_attention import Division, gluon_plan, queries_of_a_block, ragged_blocks
+from halfbyte.plans.decode_attention import plans_of
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_plan import GemmPlan
@@ -65,17 +66,13 @@ def attend(
 def run(call: DecodeCall, order: Order, num_sms: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of a call that may be ragged."""
 
-    def division(problem: DecodeProblem, level: str, most: int, *_: Any) -> Division:
-        if problem.ragged:
-            return Division(None, ragged_blocks(problem, most, (9, 0)).queries)
-        if queries := queries_of_a_block(problem, (9, 0)):
-            return Division(None, queries)
-        plan = gluon_plan(problem, num_sms, (9, 0), True)
-        if isinstance(plan, str):
-            raise Refused(plan)
-        return Division(plan)
+    def plans(problem: DecodeProblem, level: str, most: int, *_: Any) -> Any:
+        try:
+            return plans_of(problem, "gluon", most, GPU("", num_sms, (9, 0)), True)
+        except Unsupported as refused:
+            raise Refused(str(refused)) from refused
 
-    patched = mock.patch.object(_decode_on_gpu, "_division", division)
+    patched = mock.patch.object(_decode_on_gpu, "_plans", plans)
     with patched, machine(order, backwards):
         return _decode_on_gpu.run(call, compiled=True)
 

@@ -16,7 +16,7 @@ from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu, small_calls
 from halfbyte.ops import experts_linear as experts_op
 from halfbyte.ops._linear_call import LinearCall
-from halfbyte.plans.decode_attention import gluon_plan
+from halfbyte.plans.decode_attention import gluon_plan, plans_of
 from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.gemm import tuned_gemm
@@ -103,6 +103,22 @@ def test_attention_checks_itself(name: str) -> None:
     def run(*args: Any) -> None:
         with machine(ORDERS[0]):
             _decode_on_gpu.launch(*args, own=False)
+
+    assert small_calls.attention_error(_decode_on_gpu._dense(call), plan, run) <= 0.5
+
+
+@pytest.mark.slow
+def test_blocks_of_queries_check_themselves() -> None:
+    """As ragged queries, whatever the call has: a prompt that takes two blocks."""
+    call = decode_call(build(Case(Variant("int8", "int4_g32", group=4, queries=40, page=16), 1, (90,)), "cpu"))
+    (plan,) = plans_of(problem_of(call), "gluon", 0, H200, True)
+    assert isinstance(plan, DecodePlan)
+    assert (plan.blocks, plan.spec.queries) == (2, 32)
+
+    def run(call: DecodeCall, *rest: Any) -> None:
+        assert call.cu_seqlens_q is not None
+        with machine(ORDERS[0]):
+            _decode_on_gpu.launch(call, *rest, own=False)
 
     assert small_calls.attention_error(_decode_on_gpu._dense(call), plan, run) <= 0.5
 

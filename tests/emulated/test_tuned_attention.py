@@ -10,11 +10,12 @@ from emulation import EARLY, ORDERS, Refused, attend, run
 from gpu_cases import Call, Case, Variant, build, same_bits, simple, some_of, with_scale
 
 import halfbyte as hb
-from accuracy import lse_bound
-from halfbyte.plans import decode_shapes
+from accuracy import attention_errors, lse_bound
+from halfbyte.kv_buffer import DecodeCall
+from halfbyte.plans import decode_attention, decode_shapes
 from halfbyte.reference.attention import read
 from halfbyte.reference.hadamard import rotate
-from varlen_cases import batch_of
+from varlen_cases import BAD_BOUNDS, MIXED, Batch, batch_of
 
 PLAIN = frozenset[str]()
 ROTATED = frozenset({"rotate"})
@@ -295,6 +296,56 @@ def test_a_token_does_not_depend_on_its_chunk(keys: str, values: str, given: dic
         )
         alone = run(call, ORDERS[1], 4)
         assert all(same_bits(a[0, :, 0], b[at]) for a, b in zip(alone, whole, strict=True))
+
+
+def ragged_call(deterministic_batch: bool = False, **options: Any) -> tuple[Batch, DecodeCall]:
+    """Prompts, decodes and padding, over 8 query heads."""
+    batch = batch_of(MIXED, dtype=torch.bfloat16, heads=(8, 2), padding=21)
+    call = batch.call("gluon")._replace(deterministic_batch=deterministic_batch)
+    return batch, call._replace(options=call.options._replace(**options))
+
+
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("name", ["plain", "window, sinks", "starts, ends", "decodes"])
+def test_ragged_queries(name: str) -> None:
+    """Within the promise and with the same bits in any order, in blocks of 32, 16 or one token."""
+    sinks, lengths = torch.linspace(-1, 1, 8), torch.tensor([n for _, n in MIXED])
+    given: dict[str, Any] = {
+        "window, sinks": {"window": 33, "sinks": sinks},
+        "starts, ends": {"starts": (lengths // 3).int(), "ends": (lengths - 1).int()},
+    }.get(name, {})
+    batch, call = ragged_call(**given)
+    if name == "decodes":  # of which the host knows that there are no others, and not how many
+        batch = batch_of([(1, 40), (0, 0), (1, 200), (1, 1)], dtype=torch.bfloat16, heads=(8, 2), padding=2)
+        call = batch.call("gluon")
+    results = [run(call, order, num_sms, num_sms == 2) for order, num_sms in ((ORDERS[0], 2), (ORDERS[1], 2), (ORDERS[1], 11))]
+    assert all(map(same_bits, *results[:2]))
+    truth, base = (batch.truth(dtype, **given) for dtype in (torch.float64, torch.bfloat16))
+    for out, lse in results:
+        assert not attention_errors(out[0].transpose(0, 1), lse[0].t(), truth, base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic_batch", [False, True])
+def test_blocks_in_several_launches(deterministic_batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four blocks each, in place of 4,096; with `deterministic_batch` the bits do not depend on it."""
+    batch, call = ragged_call(deterministic_batch)
+    whole = run(call, ORDERS[0])
+    monkeypatch.setattr(decode_attention, "MOST_SEQUENCES", 4)
+    parts = run(call, ORDERS[1])
+    if deterministic_batch:
+        assert all(map(same_bits, whole, parts))
+    truth, base = batch.truth(torch.float64), batch.truth(torch.bfloat16)
+    assert not attention_errors(parts[0][0].transpose(0, 1), parts[1][0].t(), truth, base)
+
+
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("bounds", BAD_BOUNDS, ids=str)
+def test_bounds_that_no_engine_makes_reach_no_other_memory(bounds: list[int]) -> None:
+    """The machine stops at an address outside of a tensor."""
+    _, call = ragged_call()
+    out, _ = run(call._replace(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32)), ORDERS[0])
+    assert out.shape == (1, 8, 82, 64)
 
 
 def _attend(call: Call, order: object, num_sms: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,20 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.ops import _decode_blocks
 from halfbyte.ops import _decode_on_gpu as on_gpu
-from halfbyte.ops._decode_blocks import blocks_of_ragged, from_blocks
-from halfbyte.plans.decode_attention import Division
+from halfbyte.plans.decode_problem import DecodeProblem
 from test_attention_varlen import OPTIONS, assert_same, in_chunks
-from varlen_cases import MIXED, batch_of
+from varlen_cases import BAD_BOUNDS, MIXED, batch_of
 
 #: numpy warns of what a GPU computes silently, and as meant: log2 of 0, NaN that was put there.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 #: More sequences than one load takes, most of them decoding.
 MANY = [(1, 1 + 3 * b % 40) for b in range(132)] + [(18, 30), (0, 0), (2, 2)]
-#: What no engine makes, and memory may hold.
-BAD_BOUNDS = ([0, 5, 3, 99, -7, 10, 2], [9, 9, 9, 9, 9, 9, 10**6], [-(2**31)] * 7, [2**31 - 1] * 7)
 
 
 @pytest.mark.slow
@@ -57,54 +53,15 @@ def test_even_batches_take_the_kernels_of_decoding(most: int, monkeypatch: pytes
     """With empty sequences behind; what the bounds are is not looked at."""
     batch = batch_of([(most, 40), (most, 17), (most, most), (0, 0)], dtype=torch.float16, padding=most)
     expected = batch.attend(impl="reference")
-    monkeypatch.setattr(on_gpu, "run_ragged", None)
+    problems: list[DecodeProblem] = []
+    plans = on_gpu._plans
+    monkeypatch.setattr(on_gpu, "_plans", lambda p, *rest: problems.append(p) or plans(p, *rest))
     out, lse = batch.attend(impl="triton")
+    assert [p.ragged for p in problems] == [False]
     torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-4)
     into = torch.empty_like(out)
     assert_same((batch.attend(impl="triton", out=into)[0], into), (out, out))
-
-
-def divide_ragged(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged queries run in blocks of so many, as those of the tuned kernel do."""
-    right = on_gpu._division
-    monkeypatch.setattr(on_gpu, "_division", lambda p, *rest: Division(None, queries) if p.ragged else right(p, *rest))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("queries", [1, 5, 33])
-def test_blocks_of_ragged_queries_are_sequences_of_their_own(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the tuned kernel takes them; the portable one stands in for it."""
-    divide_ragged(queries, monkeypatch)
-    monkeypatch.setattr(on_gpu, "_launch_ragged", None)
-    batch_of(MIXED, dtype=torch.bfloat16, padding=21).check("triton", window=33, sinks=torch.ones(4))
-    batch_of(MIXED, "int4", "int4", dtype=torch.bfloat16, padding=1).check("triton", exact=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("most", [3, 7, 20])
-def test_blocks_in_several_launches_have_the_same_bits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some sequences and some tokens each: with deterministic_batch no number of them leads to another kernel."""
-    divide_ragged(4, monkeypatch)
-    batch = batch_of(MIXED, dtype=torch.bfloat16, padding=21)
-    whole = batch.attend(impl="triton", deterministic_batch=True)
-    monkeypatch.setattr(_decode_blocks, "most_sequences", lambda heads, capacity: most)
-    assert_same(batch.attend(impl="triton", deterministic_batch=True), whole)
-    plain = batch.attend(impl="triton")
-    for got, expected in zip(whole, plain, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("queries", [3, 16])
-def test_blocks_of_bounds_that_no_engine_makes(queries: int) -> None:
-    """Every index lies where there is something, and every token has a result."""
-    batch = batch_of(MIXED, dtype=torch.float16)
-    for bounds in BAD_BOUNDS:
-        batch.bounds = torch.tensor(bounds, dtype=torch.int32)
-        blocks, places = blocks_of_ragged(batch.call("triton"), queries)
-        assert blocks.q.shape == (len(batch.q) // queries + len(MIXED), 4, queries, 64)
-        assert not blocks.q.isnan().any()
-        assert from_blocks(torch.zeros(*blocks.q.shape), places, 0.0).shape == (len(batch.q), 4, 64)
 
 
 @pytest.mark.slow

@@ -15,13 +15,12 @@ import torch
 from halfbyte.device import gpu
 from halfbyte.kv_buffer import DecodeCall
 from halfbyte.ops import launch_cache
-from halfbyte.ops._decode_blocks import part_of_ragged, run_in_blocks, run_ragged
 from halfbyte.ops.declare import Op
-from halfbyte.ops.launch_cache import Layout, Signature, layout, replay
+from halfbyte.ops.launch_cache import Layout, Signature, layout
 from halfbyte.ops.self_check import refusal
 from halfbyte.ops.small_calls import attention_error
 from halfbyte.ops.workspace import floats
-from halfbyte.plans.decode_attention import Division, divided, for_many_sequences
+from halfbyte.plans.decode_attention import plans_of
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.plans.decode_problem import DecodeProblem, problem_of
 from halfbyte.plans.decode_spec import DecodePlan
@@ -39,65 +38,27 @@ MOST_BLOCKS = 65_535
 MOST_FLOATS = 1 << 26
 
 
-def run(
-    call: DecodeCall,
-    *,
-    compiled: bool = False,
-    signature: Signature | None = None,
-    block: bool = False,
-    into: torch.Tensor | None = None,
-) -> Pair:
+def run(call: DecodeCall, *, compiled: bool = False, signature: Signature | None = None, into: torch.Tensor | None = None) -> Pair:
     """out [B, Hq, L, Dv] in q's dtype and lse float32 [B, Hq, L], by the level of the call ("auto": by the best that can).
 
     `compiled`: called from compiled code, behind whose back nothing may be kept. `signature`: what to store this call by.
-    `block`: q holds blocks of a prompt's tokens, one sequence each. `into`: memory for out, taken if it is laid out like that.
+    `into`: memory for out, taken if it is laid out like that.
     """
-    q, (out, lse) = call.q, call.new_results()
+    out, lse = call.new_results()
     out = into if into is not None and _takes(into, layout(out)) else out
     if not len(call.lengths):  # ragged queries that are all padding
         return out.zero_(), lse.fill_(-math.inf)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(call.q):
         call = _dense(call)
-        plan, queries = _checked_division(call)
-        if call.cu_seqlens_q is None and plan is not None:
-            plan = for_many_sequences(plan) if block and isinstance(plan, DecodePlan) else plan
-            launch(call, plan, out, lse, compiled, signature)
-        elif call.cu_seqlens_q is None:
-            run_in_blocks(call, queries, (out, lse), partial(_run_block, compiled=compiled))
-        elif isinstance(plan, TritonTiles):
-            _launch_ragged(call, plan, out, lse, compiled)
-        elif call.deterministic_batch and call.max_query_len == 1 and q.shape[2] == len(call.lengths):
-            decodes = call._replace(q=q[0].transpose(0, 1).unsqueeze(2), cu_seqlens_q=None, max_query_len=0)
-            out, lse = run(decodes, compiled=compiled, into=out[0].transpose(0, 1).unsqueeze(2))
-            return out.squeeze(2).transpose(0, 1)[None], lse.squeeze(2).t()[None]
-        else:
-            run_ragged(call, queries, (out, lse), partial(_run_block, compiled=compiled))
+        plans = _checked_plans(call)
+        for plan in plans:
+            launch(call, plan, out, lse, compiled, signature if len(plans) == 1 else None)
     return out, lse
-
-
-def _run_block(call: DecodeCall, compiled: bool) -> Pair:
-    """`run` of blocks, from the launch cache if it has them."""
-    signature = None if compiled else DECODE.signature(call, "blocks of decode_attention")
-    results: Pair | None = None if signature is None else replay(signature, call.numbers())
-    return run(call, compiled=compiled, signature=signature, block=True) if results is None else results
 
 
 def _takes(out: torch.Tensor, expected: Layout) -> bool:
     """Whether kernels can write their result into `out`, which has its shape and dtype."""
     return layout(out) == expected and out.data_ptr() % 16 == 0
-
-
-def _launch_ragged(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
-    """Ragged queries by the portable kernel, which assigns them to sequences on the device; as many as the workspace holds."""
-    from halfbyte.kernels.decode import portable
-
-    tokens, batch = call.q.shape[2], len(call.lengths)
-    most = max(1, MOST_FLOATS // max(1, portable.workspace_floats(call.q.shape[1], call.values.dim, tiles.splits)))
-    for first in range(0, tokens, most):
-        those = slice(first, first + most)
-        piece = call if tokens <= most else part_of_ragged(call, slice(0, batch), those)
-        count = portable.workspace_floats(lse[:, :, those].numel(), call.values.dim, tiles.splits)
-        portable.launch(piece, tiles, out[:, :, those], lse[:, :, those], floats(call.q.device, count, own))
 
 
 def _dense(call: DecodeCall) -> DecodeCall:
@@ -118,20 +79,21 @@ def _dense(call: DecodeCall) -> DecodeCall:
 
 
 @functools.lru_cache(maxsize=1024)
-def _division(problem: DecodeProblem, level: str, most: int, device: int, use_pdl: bool) -> Division:
-    """How a call is run on GPU `device` (-1: the interpreter)."""
-    return divided(problem, level, most, gpu(device), use_pdl)
+def _plans(problem: DecodeProblem, level: str, most: int, device: int, use_pdl: bool) -> tuple[Plan, ...]:
+    """The launches of a call on GPU `device` (-1: the interpreter)."""
+    return plans_of(problem, level, most, gpu(device), use_pdl)
 
 
-def _checked_division(call: DecodeCall) -> Division:
+def _checked_plans(call: DecodeCall) -> tuple[Plan, ...]:
     """The same for a call, by the portable kernel where the tuned one was found to be wrong on this GPU."""
     facts = problem_of(call), call.impl, call.max_query_len, _index(call.q), pair_launches()
-    division, q = _division(*facts), call.q
-    plan = division.plan
-    if call.impl != "auto" or not isinstance(plan, DecodePlan):
-        return division
-    wrong = refusal("decode_attention", plan.spec, q.device, lambda: attention_error(call, plan, partial(launch, own=False)))
-    return _division(facts[0], "triton", *facts[2:]) if wrong else division
+    plans = _plans(*facts)
+    plan = plans[0]
+    if call.impl != "auto" or isinstance(plan, TritonTiles):
+        return plans
+    spec = (plan.spec, "blocks") if plan.blocks else plan.spec
+    wrong = refusal("decode_attention", spec, call.q.device, lambda: attention_error(call, plan, partial(launch, own=False)))
+    return _plans(facts[0], "triton", *facts[2:]) if wrong else plans
 
 
 def _index(q: torch.Tensor) -> int:
@@ -143,28 +105,40 @@ def launch(
     call: DecodeCall, plan: Plan, out: torch.Tensor, lse: torch.Tensor, own: bool, signature: Signature | None = None
 ) -> None:
     """Launch as planned on the current stream, and store that under `signature`. `own`: see `workspace.floats`."""
-    if isinstance(plan, DecodePlan):
-        from halfbyte.kernels.decode.launch import launches
-
-        launch_cache.launch(DECODE, call, plan, launches, (out, lse), signature=signature, own=own)
-    else:
+    if isinstance(plan, TritonTiles):
         _launch_portable(call, plan, out, lse, own)
+        return
+    from halfbyte.kernels.decode.launch import launches
+
+    launch_cache.launch(DECODE, call, plan, launches, (out, lse), signature=signature, own=own)
 
 
-def _launch_portable(c: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
+def _launch_portable(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
+    """The portable kernel, over and over with as many queries as the grid, or the workspace of ragged ones, holds."""
     from halfbyte.kernels.decode import portable
 
-    start = c.first_query
-    c = c._replace(query_start=start)
-    most = max(1, MOST_BLOCKS * tiles.block_rows // (c.q.shape[1] // c.keys.heads))
-    if c.q.shape[2] <= most:
-        workspace = floats(c.q.device, portable.workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
-        portable.launch(c, tiles, out, lse, workspace)
-        return
-    for first in range(0, c.q.shape[2], most):
-        views = [t[:, :, first : first + most] for t in (out, lse)]
-        parts = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in views]
-        piece = c._replace(q=c.q[:, :, first : first + most], query_start=start + first)
-        _launch_portable(piece, tiles, parts[0], parts[1], own)
-        for view, part in zip(views, parts, strict=True):
-            view.copy_(part)
+    (_, heads, queries, _), ragged = call.q.shape, call.cu_seqlens_q is not None
+    room, per_query = MOST_BLOCKS * tiles.block_rows, heads // call.keys.heads
+    if ragged:
+        room, per_query = MOST_FLOATS, portable.workspace_floats(heads, call.values.dim, tiles.splits)
+    most = max(1, room // max(1, per_query))
+    call = call if ragged else call._replace(query_start=call.first_query)
+    for first in range(0, queries, most):
+        piece, results = call, [out, lse]
+        if queries > most:
+            piece, results = _of_queries(call, slice(first, first + most)), [t[:, :, first : first + most] for t in (out, lse)]
+        parts = [t if ragged or t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in results]
+        count = portable.workspace_floats(parts[1].numel(), call.values.dim, tiles.splits)
+        portable.launch(piece, tiles, parts[0], parts[1], floats(call.q.device, count, own))
+        for result, part in zip(results, parts, strict=True):
+            if part is not result:
+                result.copy_(part)
+
+
+def _of_queries(call: DecodeCall, some: slice) -> DecodeCall:
+    """The call of some of the queries, which of ragged ones may be no sequence's."""
+    q, bounds, first = call.q[:, :, some], call.cu_seqlens_q, some.start
+    if bounds is None:
+        return call._replace(q=q, query_start=call.first_query + first)
+    start = call.lengths - bounds.diff() + (first - bounds[:-1]).clamp_min(0)
+    return call._replace(q=q, query_start=start, cu_seqlens_q=(bounds - first).clamp(0, q.shape[2]))

@@ -135,11 +135,8 @@ class Op(Generic[CallT]):
 
     # ----------------------------------------------------------------------------------------------------- launch cache
 
-    def signature(self, call: CallT, name: str | None = None) -> Signature | None:
-        """The signature of an unchecked call; None if it cannot be launched like an earlier one, or the dispatcher must see it.
-
-        name: of what the op launches here, if that is not what it launches elsewhere.
-        """
+    def signature(self, call: CallT) -> Signature | None:
+        """The signature of an unchecked call; None if it cannot be launched like an earlier one, or the dispatcher must see it."""
         if _compiler.is_compiling() or _forward._current_level >= 0:
             return None
         try:
@@ -158,7 +155,7 @@ class Op(Generic[CallT]):
             raise no_memory() from error
         # In C: a loop over tensors would take as long as the launch.
         memory = *map(_types_and_shapes, tensors), *map(_Tensor.stride, tensors), *map(_Tensor.get_device, tensors)
-        key = (name or self.name, *as_set(), kinds, *options, *map(id, formats), *memory, *map(_alignment, addresses))
+        key = (self.name, *as_set(), kinds, *options, *map(id, formats), *memory, *map(_alignment, addresses))
         return Signature(key, tensors, addresses, formats)
 
     def twin(self, call: CallT) -> CallT:

@@ -93,22 +93,29 @@ def experts_error(
 def attention_error(
     call: DecodeCall, plan: DecodePlan, run: Callable[[DecodeCall, DecodePlan, torch.Tensor, torch.Tensor], object]
 ) -> float:
-    """The same of attention; two programs share a work item."""
-    small = small_attention(call)
-    spec, items = plan.spec, len(small.lengths) * small.keys.heads // plan.spec.heads
+    """The same of attention, of ragged queries if the plan has blocks; two programs share a work item."""
+    spec = plan.spec
+    small = even = small_attention(call, spec.queries)
+    sequences = batch = len(small.lengths)
+    if plan.blocks:
+        q, sequences = even.q.transpose(1, 2).flatten(0, 1), 2 * batch + 1
+        bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * spec.queries
+        small = even._replace(q=q.transpose(0, 1)[None], cu_seqlens_q=bounds, max_query_len=spec.queries + 1)
+    items = sequences * small.keys.heads // spec.heads
     groups = -(-small.capacity // (spec.split * spec.reduce_fanin)) if spec.split else 0
-    plan = replace(plan, programs=2 * items, work_items=items, groups=groups)
-    out, lse = small.new_results()
+    plan = replace(plan, programs=2 * items, work_items=items, groups=groups, blocks=plan.blocks and sequences, first_block=0)
+    results = small.new_results()
     settle(call.q.device)
-    run(small, plan, out, lse)
-    expected, expected_lse = attention.decode_attention(small)
-    return max(excess(out, expected), excess(lse, expected_lse))
+    run(small, plan, *results)
+    if plan.blocks:
+        results = tuple(x[0].transpose(0, 1).unflatten(0, (batch, spec.queries)).transpose(1, 2) for x in results)
+    return max(excess(one, other) for one, other in zip(results, attention.decode_attention(even), strict=True))
 
 
-def small_attention(call: DecodeCall) -> DecodeCall:
-    """A call of up to two sequences with the formats, strides, heads, queries and options of `call`, over a filled cache."""
+def small_attention(call: DecodeCall, queries: int) -> DecodeCall:
+    """A call of up to two sequences with the formats, strides, heads and options of `call`, over a filled cache."""
     numbers, o, q = _Numbers(call.q.device), call.options, call.q
-    batch, queries = min(2, len(call.lengths)), q.shape[2]  # kernels are compiled for as many sequences at most
+    batch = min(2, len(call.lengths))  # kernels are compiled for as many sequences at most
     keys, values, table, capacity = _memory(call, batch, _TOKENS + queries)
     lengths = torch.tensor([capacity - 5, max(queries, 37)][:batch], dtype=torch.int32, device=q.device)
     k, v = (numbers.normal(batch, side.heads, capacity, side.dim, dtype=q.dtype) for side in (keys, values))
@@ -121,8 +128,9 @@ def small_attention(call: DecodeCall) -> DecodeCall:
         ends=None if o.ends is None else lengths,
     )
     start = None if call.query_start is None else lengths - queries
-    new = numbers.normal(batch, *q.shape[1:], dtype=q.dtype)
-    return call._replace(q=new, keys=keys, values=values, lengths=lengths, query_start=start, page_table=table, options=options)
+    new = numbers.normal(batch, q.shape[1], queries, q.shape[3], dtype=q.dtype)
+    small = call._replace(q=new, keys=keys, values=values, lengths=lengths, query_start=start, page_table=table, options=options)
+    return small._replace(cu_seqlens_q=None, max_query_len=0)
 
 
 def append_error(call: AppendCall, run: Callable[[AppendCall], object], reference: Callable[[AppendCall], object]) -> float:

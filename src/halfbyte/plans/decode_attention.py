@@ -7,7 +7,6 @@ the number of programs, and each takes its share of the true lengths on the devi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from halfbyte.device import GPU, Capability, block_shared_memory, supports_pdl, supports_wgmma
 from halfbyte.errors import Unsupported
@@ -88,15 +87,12 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
 def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem:
     """Ragged queries, at most `most` per sequence, as a tuned kernel takes them: each block of them becomes a sequence."""
     even = replace(p, ragged=False, batch=1, queries=most)
-    if p.deterministic_batch:  # as many as fill 8 query rows, in every call
-        return replace(even, queries=max(1, 8 // p.group))
-    queries = queries_of_a_block(even, capability) or even.queries
-    return replace(even, queries=queries, batch=p.queries // queries + p.batch)
-
-
-def for_many_sequences(plan: DecodePlan) -> DecodePlan:
-    """The plan with a kernel for up to 64 or `MOST_SEQUENCES` sequences: prompts of all lengths share those two."""
-    return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
+    queries = queries_of_a_block(even, capability) or most
+    if p.deterministic_batch:  # as many as fill 8 query rows; a decode has the same bits alone
+        queries = min(most, max(1, 8 // p.group))
+    if p.queries == p.batch * most:
+        return replace(even, queries=queries, batch=p.batch * -(-most // queries))
+    return replace(even, queries=queries, batch=p.queries // queries + p.batch + 1)  # padding behind them is one sequence more
 
 
 def plan_of(p: DecodeProblem, level: str, gpu: GPU, use_pdl: bool) -> DecodePlan | TritonTiles:
@@ -112,23 +108,34 @@ def plan_of(p: DecodeProblem, level: str, gpu: GPU, use_pdl: bool) -> DecodePlan
     return portable_plan(p, gpu.num_sms, gpu.capability if use_pdl else (8, 0))
 
 
-class Division(NamedTuple):
-    """How a call is run: by one plan, or in blocks of so many new tokens, which are sequences with a plan of their own."""
+def plans_of(p: DecodeProblem, level: str, most: int, gpu: GPU, use_pdl: bool) -> tuple[DecodePlan | TritonTiles, ...]:
+    """The launches of a call, several for more blocks than the tuned kernel counts.
 
-    plan: DecodePlan | TritonTiles | None
-    queries: int = 0
+    most: the largest number of queries of a sequence, of ragged ones. Raises as `plan_of`.
+    """
+    blocks = _blocks(p, most, gpu.capability) if p.dtype in DTYPES.values() and level != "triton" else None
+    if blocks is not None:
+        room = max(1, min(MOST_SEQUENCES, MOST_TOKENS // max(1, p.heads * p.capacity)))
+        plans = []
+        for first in range(0, blocks.batch, room):
+            count = min(room, blocks.batch - first)
+            plan = plan_of(replace(blocks, batch=count), level, gpu, use_pdl)
+            if isinstance(plan, DecodePlan):  # two kernels, for up to 64 sequences and for more, serve blocks of all prompts
+                spec = replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES)
+                plans.append(replace(plan, spec=spec, blocks=count, first_block=first))
+        if plans:
+            return tuple(plans)
+    return (plan_of(p, level, gpu, use_pdl),)
 
 
-def divided(p: DecodeProblem, level: str, most: int, gpu: GPU, use_pdl: bool) -> Division:
-    """How a call is run. most: the largest number of queries of a sequence, of ragged ones. Raises as `plan_of`."""
-    queries = 0
-    if p.dtype in DTYPES.values() and level != "triton":
-        if not p.ragged:
-            queries = queries_of_a_block(p, gpu.capability)
-        elif p.page and not (p.sink_tokens or p.recent_tokens or kv_format(p.keys).token_block):
-            blocks = ragged_blocks(p, most, gpu.capability)
-            queries = blocks.queries if isinstance(plan_of(blocks, level, gpu, use_pdl), DecodePlan) else 0
-    return Division(None, queries) if queries else Division(plan_of(p, level, gpu, use_pdl))
+def _blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem | None:
+    """The blocks of a call as sequences; None: it has none."""
+    if not p.ragged:
+        queries = queries_of_a_block(p, capability)
+        return replace(p, queries=queries, batch=p.batch * -(-p.queries // queries)) if queries else None
+    if p.page and not (p.sink_tokens or p.recent_tokens or kv_format(p.keys).token_block):
+        return ragged_blocks(p, most, capability)
+    return None
 
 
 def _refusal(p: DecodeProblem, capability: Capability) -> str:

@@ -169,13 +169,18 @@ class DecodeWgmmaSpec(DecodeSpec):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and their workspace."""
+    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and their workspace.
+
+    blocks, first_block    sequences are so many blocks of `spec.queries` of the call's queries, from that one on; 0: the call's own
+    """
 
     spec: DecodeSpec
     programs: int
     work_items: int  # KV heads of sequences, or pairs of them
     why: str
     groups: int = 0  # of `reduce_fanin` splits of fixed size, in a full work item
+    blocks: int = 0
+    first_block: int = 0
 
     @property
     def floats(self) -> int:

@@ -26,40 +26,41 @@ class Group(NamedTuple):
     """Neighboring requests of a batch, first .. last - 1, that one call attends to.
 
     unpacked  over 16-bit scratch
-    exact     new tokens are read unquantized
+    decodes   no request has more new tokens than a decode with its drafts
     """
 
     first: int
     last: int
     unpacked: bool
-    exact: bool
+    decodes: bool
 
 
-def groups(
-    queries: Sequence[int], lengths: Sequence[int], *, query_heads: int, scratch: int, exact_above: int | None = None
-) -> list[Group]:
+def groups(queries: Sequence[int], lengths: Sequence[int], *, query_heads: int, scratch: int, drafts: int = 1) -> list[Group]:
     """Requests in groups, in their order.
 
     queries      new tokens of each request
     lengths      of each an upper bound of its tokens, new ones included
     query_heads  per KV head
     scratch      tokens that the scratch holds: those of all requests of a group. A longer request is not unpacked
-    exact_above  requests with more new tokens than that read them unquantized; None: none do
+    drafts       tokens of a decode with its drafts
     """
     result: list[Group] = []
     room = 0
     for i, (count, length) in enumerate(zip(queries, lengths, strict=True)):
         unpacked = count * query_heads >= ROWS and length <= scratch
-        exact = exact_above is not None and count > exact_above
-        if result and result[-1][2:] == (unpacked, exact) and (not unpacked or length <= room):
+        decodes = count <= drafts
+        if result and result[-1][2:] == (unpacked, decodes) and (not unpacked or length <= room):
             result[-1] = result[-1]._replace(last=i + 1)
         else:
-            result.append(Group(i, i + 1, unpacked, exact))
+            result.append(Group(i, i + 1, unpacked, decodes))
             room = scratch
         room -= length
     return result
 
 
-def bucket(most: int) -> int:
-    """`max_query_len` for requests with at most so many new tokens: a power of two from 8 on, so that few kernels are compiled."""
-    return max(8, 1 << max(0, most - 1).bit_length())
+def bucket(most: int, drafts: int = 1) -> int:
+    """`max_query_len` for requests with at most so many new tokens, of few values, so that few kernels are compiled.
+
+    `drafts` for decodes with fewer drafts than others, else a power of two from 8 on.
+    """
+    return drafts if most <= drafts else max(8, 1 << (most - 1).bit_length())

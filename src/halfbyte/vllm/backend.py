@@ -166,10 +166,8 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
         bounds = m.seq_lens_cpu_upper_bound
         lengths = [m.max_seq_len] * (m.num_reqs - first) if bounds is None else bounds[first : m.num_reqs].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]
-        exact_above = threshold if self.exact else None  # not drafts of speculation, whatever their neighbors in the batch
-        options = {"query_heads": self.query_heads, "scratch": self.scratch, "exact_above": exact_above}
         parts = []
-        for group in groups(queries, lengths, **options):
+        for group in groups(queries, lengths, query_heads=self.query_heads, scratch=self.scratch, drafts=threshold):
             mine, some = slice(group.first, group.last), slice(first + group.first, first + group.last)
             begin, end = starts[group.first], starts[group.last]
             if begin == end:  # requests that pad the batch
@@ -179,10 +177,10 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
                 Ragged(
                     slice(begin, end),
                     m.query_start_loc[some.start : some.stop + 1] - begin,
-                    most if group.unpacked else bucket(most),
+                    most if group.unpacked else bucket(most, threshold),
                     m.seq_lens[some].clone(),
                     m.block_table_tensor[some].clone(),
-                    group.exact,
+                    self.exact and not group.decodes,  # drafts are read as stored, whatever their neighbors in the batch
                     tuple(zip(queries[mine], lengths[mine], strict=True)) if group.unpacked else (),
                 )
             )

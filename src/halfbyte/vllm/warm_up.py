@@ -51,6 +51,8 @@ def batches(limits: Limits, heads: tuple[int, int], unpacked: bool) -> Iterator[
     for drafts in range(1, limits.drafts + 1):
         yield from (Batch(requests, drafts, requests * drafts) for requests in _counts(limits.requests, few))
     longest = min(limits.tokens, -(-ROWS // query_heads)) if unpacked else limits.tokens
+    if limits.drafts > 1:  # decodes with drafts, not all with as many
+        yield from (Batch(blocks, limits.drafts, 1) for blocks in _counts(2 * limits.requests, few))
     for most in (1 << n for n in range(3, bucket(longest).bit_length())):
         even = min(limits.requests, limits.tokens // most)
         yield from (Batch(requests, most, requests * most) for requests in _counts(even, few))

@@ -242,15 +242,14 @@ def gemm_launches(p: Any, plan: Any, has_bias: bool = False) -> list[Any]:
     return launches
 
 
-def attention_launch(call: Any, plan: Any) -> Any:
-    """The launch of a `DecodePlan`."""
+def attention_launches(call: Any, plan: Any) -> list[Any]:
+    """The launches of a `DecodePlan`."""
     import torch
 
     from halfbyte.kernels.decode.launch import launches
 
     results = (empty(*call.q.shape[:3], call.values.dim, dtype=call.q.dtype), empty(*call.q.shape[:3], dtype=torch.float32))
-    (launch,) = launches(call, plan, results, (empty(plan.floats, dtype=torch.float32), empty(plan.counters)))
-    return launch
+    return launches(call, plan, results, (empty(plan.floats, dtype=torch.float32), empty(plan.counters)))
 
 
 def float_atomics(ptx: str) -> tuple[str, ...]:

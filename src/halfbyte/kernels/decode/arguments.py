@@ -15,9 +15,8 @@ import torch
 from halfbyte.kv_buffer import DecodeCall, KVBuffer
 from halfbyte.plans.decode_spec import DecodeSpec
 
-#: Arguments that no vector of addresses is made of, and those whose alignment does not matter.
+#: Arguments that no vector of addresses is made of.
 UNSPECIALIZED = ["window", "batch", "heads", "pages", "capacity", "k_scale_token", "v_scale_token", "page_table_stride"]
-UNALIGNED = ["repeats"]
 
 
 class Queries(NamedTuple):
@@ -48,13 +47,17 @@ class KV(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """int32 [B] each, and the page table, int32 [B, pages of a sequence]."""
+    """int32 [B] each, and the page table, int32 [B, pages of a sequence].
+
+    blocks  records (`kernels/decode/blocks.py`), where sequences are blocks of queries: vectors are theirs, the page table is not
+    """
 
     lengths: Any
     query_start: Any
     page_table: Any
     starts: Any
     ends: Any
+    blocks: Any = None
 
 
 class PerHead(NamedTuple):
@@ -79,7 +82,7 @@ class Results(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A launch's arguments as device code passes them on. repeats: sequences of q for each of keys and values, pages separately."""
+    """A launch's arguments as device code passes them on."""
 
     q: Queries
     k: KV
@@ -94,27 +97,26 @@ class Call(NamedTuple):
     heads: Any
     pages: Any
     capacity: Any
-    repeats: Any
     k_scale_token: Any
     v_scale_token: Any
     page_table_stride: Any
 
 
 def arguments(
-    call: DecodeCall, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor], spec: DecodeSpec
+    call: DecodeCall,
+    results: Sequence[torch.Tensor],
+    workspace: Sequence[torch.Tensor],
+    spec: DecodeSpec,
+    blocks: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """All arguments of a kernel, its constant last.
-
-    q may hold several sequences for each of keys and values, one after the other: of contiguous ones, and of tails.
-    """
+    """All arguments of a kernel, its constant last. blocks: records, if sequences are blocks."""
     q, keys, values, table, o = call.q, call.keys, call.values, call.page_table, call.options
     (k, k_scale_token), (v, v_scale_token) = _stored(keys), _stored(values)
-    shared = k.codes if table is None else keys.tail
-    repeats = 1 if shared is None else q.shape[0] // max(1, shared.shape[0])
+    q_batch = q.stride(0) if call.cu_seqlens_q is None else 0
     return (
-        Queries(q, *q.stride()[:3]), k, v,
-        Sequences(call.lengths, call.query_start, table, o.starts, o.ends), PerHead(o.alibi_slopes, o.sinks),
-        Results(*results, *workspace), *call.numbers(), q.shape[0], keys.heads, k.codes.shape[0], call.capacity, repeats,
+        Queries(q, q_batch, *q.stride()[1:3]), k, v,
+        Sequences(call.lengths, call.query_start, table, o.starts, o.ends, blocks), PerHead(o.alibi_slopes, o.sinks),
+        Results(*results, *workspace), *call.numbers(), len(call.lengths), keys.heads, k.codes.shape[0], call.capacity,
         k_scale_token, v_scale_token, 0 if table is None else table.stride(0), spec,
     )  # fmt: skip
 

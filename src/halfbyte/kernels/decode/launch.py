@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.decode.arguments import (
     KV,
-    UNALIGNED,
     UNSPECIALIZED,
     Call,
     PerHead,
@@ -20,21 +19,22 @@ from halfbyte.kernels.decode.arguments import (
     Sequences,
     arguments,
 )
+from halfbyte.kernels.decode.blocks import blocks_of
 from halfbyte.kernels.decode.mma import decode_few_rows
 from halfbyte.kernels.decode.wgmma import decode_many_rows
 from halfbyte.kv_buffer import DecodeCall
 from halfbyte.plans.decode_spec import DecodePlan
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def decode(
     q: Queries, keys: KV, values: KV, sequences: Sequences, per_head: PerHead, results: Results, sm_scale, softcap, window, batch,
-    heads, pages, capacity, repeats, k_scale_token, v_scale_token, page_table_stride, C: gl.constexpr,
+    heads, pages, capacity, k_scale_token, v_scale_token, page_table_stride, C: gl.constexpr,
 ):  # fmt: skip
     """One program's share of the work: work item after work item, from where its share begins to where it ends."""
     call = Call(
         q, keys, values, sequences, per_head, results, sm_scale, softcap, window, batch,
-        heads, pages, capacity, repeats, k_scale_token, v_scale_token, page_table_stride,
+        heads, pages, capacity, k_scale_token, v_scale_token, page_table_stride,
     )  # fmt: skip
     if C.wgmma:
         decode_many_rows(call, C)
@@ -45,8 +45,13 @@ def decode(
 def launches(
     call: DecodeCall, plan: DecodePlan, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]
 ) -> list[Launch]:
-    """The launch of a plan. results: out and lse, contiguous; workspace: plan.floats fp32, and plan.counters int32 zeros."""
-    spec = plan.spec
+    """The launches of a plan. results: out and lse, contiguous; workspace: plan.floats fp32, and plan.counters int32 zeros."""
+    spec, blocks = plan.spec, None
+    if plan.blocks:
+        blocks = blocks_of(call, plan)
+        call = blocks.call
     # Without maxnreg the assembler spills for the sake of a third program, which shared memory has no room for.
     options = {"num_warps": spec.warps, "launch_pdl": spec.use_pdl, "maxnreg": 255}
-    return [Launch(decode, (plan.programs,), arguments(call, results, workspace, spec), options)]
+    records = None if blocks is None else blocks.records
+    attention = Launch(decode, (plan.programs,), arguments(call, results, workspace, spec, records), options)
+    return [attention] if blocks is None else [blocks.launch, attention]

@@ -22,6 +22,7 @@ from halfbyte.kernels.common.layouts import (
     scale_copy_layout,
     with_planes,
 )
+from halfbyte.kernels.decode.blocks import memory_of, real_rows, rows_of_head
 from halfbyte.kernels.decode.per_channel import copy_rows
 
 
@@ -50,13 +51,13 @@ def place_of(call, kv, scale_token, b, h, S: gl.constexpr, C: gl.constexpr):
     Scales = kv.scales
     Offsets = kv.offsets
     scale_batch = kv.scale_batch
-    b = b.to(gl.int64)
+    b = memory_of(b, call).to(gl.int64)
     h = h.to(gl.int64)
     codes = h * kv.head
     scales = h * kv.scale_head
     if C.page == 0:
-        codes += (b // call.repeats) * kv.batch
-        scales += (b // call.repeats) * scale_batch
+        codes += b * kv.batch
+        scales += b * scale_batch
     if S.paired:  # in words of two, also where the one that is wanted is the second
         Scales = Scales.to(gl.pointer_type(gl.int32), bitcast=True)
         if S.offset:
@@ -79,7 +80,7 @@ def place_of(call, kv, scale_token, b, h, S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def first_head(b, head, call):
     """A work item's first head in contiguous memory of keys or values, counted over all sequences."""
-    return (b // call.repeats).to(gl.int64) * call.heads + head
+    return memory_of(b, call).to(gl.int64) * call.heads + head
 
 
 @gluon.jit
@@ -170,20 +171,16 @@ def head_of(w, r, C: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_head(q, b, head, C: gl.constexpr):
-    """Where the query rows of a work item begin, whose first KV head is `head`."""
-    return q.rows + b.to(gl.int64) * q.batch + head * (C.rows // C.queries * q.head)
-
-
-@gluon.jit
 def first_slope(call, head, C: gl.constexpr):
     """The ALiBi slope of the first query head of a work item."""
     return call.per_head.alibi_slopes + head * (C.rows // C.queries)
 
 
 @gluon.jit
-def load_query(first, q, S: gl.constexpr, C: gl.constexpr):
-    """Query rows in the layout of mma operands, in the order of `key_operands`, as they are stored."""
+def load_query(call, b, head, S: gl.constexpr, C: gl.constexpr):
+    """Query rows of a work item in the layout of mma operands, in the order of `key_operands`, as they are stored."""
+    q = call.q
+    first = rows_of_head(call, b, head, C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
     loaded = ()
     if S.halved or S.codes_per_word == 1:
@@ -195,7 +192,7 @@ def load_query(first, q, S: gl.constexpr, C: gl.constexpr):
         for g in gl.static_range(gl.constexpr(S.sections)):
             for j in gl.static_range(gl.constexpr(S.operands)):
                 d = first_dim(S, g, j) + S.codes_per_word * (i % words) + i // words
-                loaded = loaded + (gl.load(rows + d, mask=(r < C.rows) & (d < S.words * S.codes_per_word), other=0.0),)
+                loaded = loaded + (gl.load(rows + d, mask=real_rows(r, b, call, C) & (d < S.words * S.codes_per_word), other=0.0),)
     else:
         # The codes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
         la: gl.constexpr = with_planes(gl.full([C.kv_warps, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
@@ -206,7 +203,7 @@ def load_query(first, q, S: gl.constexpr, C: gl.constexpr):
         rows = first + (head_of(w, r, C) * q.head + r % C.queries * q.token)
         for g in gl.static_range(gl.constexpr(S.sections)):
             d = (g * S.rows + i) * S.codes_per_word + j
-            x = gl.load(rows + d, mask=(r < C.rows) & (i < S.words - g * S.rows), other=0.0)
+            x = gl.load(rows + d, mask=real_rows(r, b, call, C) & (i < S.words - g * S.rows), other=0.0)
             planes = planes_of(x, S)
             for k in gl.static_range(gl.constexpr(S.codes_per_word)):
                 loaded = loaded + (gl.convert_layout(planes[k], lb, assert_trivial=True),)

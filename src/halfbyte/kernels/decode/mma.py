@@ -50,7 +50,6 @@ from halfbyte.kernels.decode.loads import (
     page_of_tile,
     place_of,
     query_operands,
-    rows_of_head,
 )
 from halfbyte.kernels.decode.per_channel import tail_scores, whole_blocks
 from halfbyte.kernels.decode.reduce import add_partials, add_split, partial_slot, split_planes, sum_warps, write_partial, write_rows
@@ -134,7 +133,7 @@ def decode_few_rows(call: Call, C: gl.constexpr):
         v_at = place_of(call, call.v, call.v_scale_token, b, head, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)
         # The queries first: behind the ring's requests they would wait for all of those.
-        loaded = load_query(rows_of_head(call.q, b, head, C), call.q, KS, C)
+        loaded = load_query(call, b, head, KS, C)
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, coded, hi, C)
 
@@ -202,7 +201,7 @@ def decode_few_rows(call: Call, C: gl.constexpr):
                 write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
                 whole, merged = add_partials(call, item, call.batch * (call.heads // C.heads), first_program, last_program, VS, C)
             if whole:
-                write_rows(call, item * C.heads, head, merged, VS, C)
+                write_rows(call, b, item * C.heads, head, merged, VS, C)
         else:
             first_split, last_split, split_begin, split_end = splits_of(here, begin, end, cost, t_begin, t_end, C)
             item = b * (call.heads // C.heads) + h
@@ -230,7 +229,7 @@ def decode_few_rows(call: Call, C: gl.constexpr):
                         call, item, split, (first_split, last_split), (split_begin, split_end), owner, merged, VS, C
                     )
                 if whole:
-                    write_rows(call, item * C.heads, head, merged, VS, C)
+                    write_rows(call, b, item * C.heads, head, merged, VS, C)
             async_copy.wait_group(0)
         x, b, h, start = next_work_item(b, h, start, cost, end, call.heads // C.heads)
         if C.reuses_ring:

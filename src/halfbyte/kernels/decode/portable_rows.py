@@ -72,7 +72,7 @@ def _in_parts(x, M: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _ragged(block, bounds, sequences, tokens, group, M: tl.constexpr):
+def block_of_rows(block, bounds, sequences, tokens, group, M: tl.constexpr):
     """Of a block of M rows its sequence (`sequences`: the padding behind them all), that one's first token and how many it has, and
     the block's first row.
 
@@ -100,7 +100,7 @@ def rows_of(sequence, head, call: Call, C: tl.constexpr):
     from_token = 0
     queries = call.queries
     if call.bounds is not None:
-        sequence, from_token, queries, first = _ragged(sequence, call.bounds, call.count, call.tokens, call.group, M)
+        sequence, from_token, queries, first = block_of_rows(sequence, call.bounds, call.count, call.tokens, call.group, M)
         padding = sequence == call.count
         sequence = tl.minimum(sequence, call.count - 1)
     index = first + tl.arange(0, M)

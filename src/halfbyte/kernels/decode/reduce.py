@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import barrier, view
 from halfbyte.kernels.common.layouts import PLAIN, mma_layout, post_scale_of, sum_layout
+from halfbyte.kernels.decode.blocks import real_rows, result_at
 
 #: Partial results of a work item that are added in one step; more are added in two.
 ONE_STEP = gl.constexpr(32)
@@ -134,24 +135,23 @@ def split_planes(o, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(call, first, head, state, S: gl.constexpr, C: gl.constexpr):
-    """Write the rows of a work item. first: its first head, counted over all sequences; `head`: in its own."""
+def write_rows(call, b, first, head, state, S: gl.constexpr, C: gl.constexpr):
+    """Write the rows of a work item of sequence b. first: its first head, counted over all sequences; `head`: in its own."""
     for e in gl.static_range(gl.constexpr(C.heads)):
         m, l, v = state[e]
-        _write_head(call, first + e, head + e, m, l, v, S, C)
+        _write_head(call, b, first + e, head + e, m, l, v, S, C)
 
 
 @gluon.jit
-def _write_head(call, item, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
+def _write_head(call, b, item, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
     """Divide by the softmax's sum, sinks included, and write the rows of a KV head and their log-sum-exp."""
     results = call.results
     R: gl.constexpr = C.padded_rows
     r = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, sum_layout(S, C))))[None, :, None]
     lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
-    gl.store(results.lse + item.to(gl.int64) * C.rows + r, lse, mask=r < C.rows)
+    gl.store(result_at(results.lse, r, 0, b, item, head, 1, call, C), lse, mask=real_rows(r, b, call, C))
     if call.per_head.sinks is not None:
-        heads: gl.constexpr = C.rows // C.queries
-        sink = gl.load(call.per_head.sinks + head * heads + r // C.queries, mask=r < C.rows, other=0.0)
+        sink = gl.load(call.per_head.sinks + head * (C.rows // C.queries) + r // C.queries, mask=r < C.rows, other=0.0)
         l += gl.exp2(sink * 1.4426950408889634 - m)
     scale = 1.0 / gl.where(l == 0.0, 1.0, l)
     if S.scale == "tensor":
@@ -167,8 +167,8 @@ def _write_head(call, item, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
         x = gl.reshape(x, [R, dims])
         row = gl.arange(0, R, layout=gl.SliceLayout(1, x.type.layout))[:, None]
         d = gl.arange(0, dims, layout=gl.SliceLayout(0, x.type.layout))[None, :] + g * dims
-        pointers = results.out + item.to(gl.int64) * (C.rows * size) + (row * size + d)
-        gl.store(pointers, x, mask=(row < C.rows) & (d < size))
+        pointers = result_at(results.out, row, d, b, item, head, size, call, C)
+        gl.store(pointers, x, mask=real_rows(row, b, call, C) & (d < size))
 
 
 @gluon.jit

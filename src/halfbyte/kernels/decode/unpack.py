@@ -21,7 +21,7 @@ import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded, unpack
 from halfbyte.kernels.decode.kv_args import KVArgs, _scales, _spread, kv_args, place_of
-from halfbyte.kernels.decode.portable_rows import _ragged, _rotated
+from halfbyte.kernels.decode.portable_rows import _rotated, block_of_rows
 from halfbyte.kv_buffer import Cache
 from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.reference.hadamard import block_size
@@ -108,7 +108,7 @@ def _unpack(
     """Rows of one KV head. `count` sequences, `rows` rows of scratch, `new_tokens` unquantized tokens."""
     N: tl.constexpr = C.tokens
     head = (tl.program_id(0) % heads).to(tl.int64)
-    sequence, begin, size, first = _ragged(tl.program_id(0) // heads, cu_seqlens_k, count, rows, 1, N)
+    sequence, begin, size, first = block_of_rows(tl.program_id(0) // heads, cu_seqlens_k, count, rows, 1, N)
     if sequence < count:
         index = first + tl.arange(0, N)
         valid = index < size

@@ -34,7 +34,7 @@ from halfbyte.kernels.common.compat import barrier, view
 from halfbyte.kernels.common.layouts import PLAIN, lengths_layout, sum_layout
 from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import Call
-from halfbyte.kernels.decode.loads import fetch, first_slope, make_rings, page_of_tile, place_of, rows_of_head
+from halfbyte.kernels.decode.loads import fetch, first_slope, make_rings, page_of_tile, place_of
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, write_partial, write_rows
 from halfbyte.kernels.decode.rotation import rotate_rows
 from halfbyte.kernels.decode.softmax import adjust
@@ -124,7 +124,7 @@ def decode_many_rows(call: Call, C: gl.constexpr):
         k_at = place_of(call, call.k, call.k_scale_token, b, h, KS, C)
         v_at = place_of(call, call.v, call.v_scale_token, b, h, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)
-        loaded = load_rows(rows_of_head(call.q, b, h, C), call.q, KS, C)
+        loaded = load_rows(call, b, h, KS, C)
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, hi, C)
         first_program = program_at(start, programs, total)
@@ -200,6 +200,6 @@ def decode_many_rows(call: Call, C: gl.constexpr):
             write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
             whole, merged = add_partials(call, item, call.batch * call.heads, first_program, last_program, VS, C)
         if whole:
-            write_rows(call, item, h, merged, VS, C)
+            write_rows(call, b, item, h, merged, VS, C)
         x, b, h, start = next_work_item(b, h, start, cost, end, call.heads)
         barrier()  # the next item's queries and first requests must not overtake a warp that still reads this one's

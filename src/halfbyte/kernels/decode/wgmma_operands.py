@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import view
 from halfbyte.kernels.common.layouts import by_pairs, code_ring_layout, unpack
+from halfbyte.kernels.decode.blocks import real_rows, rows_of_head
 from halfbyte.kernels.decode.reduce import stack
 from halfbyte.kernels.linear.operands import plain
 
@@ -218,12 +219,13 @@ def _multiply_add(a, b, c):
 
 
 @gluon.jit
-def load_rows(rows, q, S: gl.constexpr, C: gl.constexpr):
-    """Query rows as they are stored, [rows, dims]; row r is query r % L of head r // L of those that share a KV head."""
+def load_rows(call, b, head, S: gl.constexpr, C: gl.constexpr):
+    """Query rows of a KV head as they are stored, [rows, dims]; row r is query r % L of head r // L of those that share it."""
+    q, rows = call.q, rows_of_head(call, b, head, C)
     layout: gl.constexpr = query_layout(S, C)
     r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, C.dim, layout=gl.SliceLayout(0, layout))[None, :]
-    mask = (r < C.rows) & (d < S.words * S.codes_per_word)
+    mask = real_rows(r, b, call, C) & (d < S.words * S.codes_per_word)
     return gl.load(rows + (r // C.queries * q.head + r % C.queries * q.token) + d, mask=mask, other=0.0)
 
 
