@@ -20,7 +20,7 @@ from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.append import APPEND as APPEND_OP
 from halfbyte.ops.append_slots import append_slots
 from halfbyte.ops.launch_cache import Signature
-from halfbyte.tensors import expected_parts
+from halfbyte.tensors import KeyTransform, expected_parts
 from pretended_gpu import cuda_tensors
 
 Arguments = dict[str, Any]
@@ -70,8 +70,10 @@ def changed(path: str, value: Any) -> Change:
         if isinstance(owner, dict):
             return {**owner, name: made}
         if isinstance(owner, tuple):
-            named = hasattr(owner, "_replace")
-            return owner._replace(**{name: made}) if named else (*owner[: int(name)], made, *owner[int(name) + 1 :])
+            if not name.isdigit():
+                return owner._replace(**{name: made})
+            items = (*owner[: int(name)], made, *owner[int(name) + 1 :])
+            return owner._make(items) if hasattr(owner, "_make") else items
         other = copy.copy(owner)
         other.__dict__[name] = made
         return other
@@ -264,7 +266,12 @@ def appended() -> AppendCall:
         (*(replace(buffer(name), tail=bf16(2, 2, 9, 64)) for name in ("int8_tensor", "int4_g32")), ints(2), ints(2), ints(2, 4)),
         Rope(torch.zeros(1, 32), torch.zeros(1, 32)),
     )
-    return AppendCall(token(), token(), *where, rotate_keys=False, rope=rope, q=query(), measure=False, norms=norms())
+    more = {"norms": norms(), "transform": transform()}
+    return AppendCall(token(), token(), *where, rotate_keys=False, rope=rope, q=query(), measure=False, **more)
+
+
+def transform() -> KeyTransform:
+    return KeyTransform(bf16(2, 64, 64), bf16(2, 64, 64), torch.rand(2, 64))
 
 
 def norms() -> HeadNorms:
@@ -292,6 +299,7 @@ APPEND = Suite(
         "queries": rotation,
         "neighbors": lambda: {"rope": Rope(torch.rand(1, 32), torch.rand(1, 32), interleaved=True)},
         "normalized heads": lambda: {**rotation(), "norms": norms()},
+        "calibrated keys": lambda: {**rotation(), "norms": norms(), "transform": transform()},
         "pages": lambda: {"cache": cache(paged=True)},
         "sink and recent tokens": lambda: {"cache": cache(sink_tokens=2, recent_tokens=4)},
         "all": lambda: {"counts": ints(2) + 1, **rotation()},
@@ -359,6 +367,7 @@ APPEND_SLOTS = Suite(
         "slots of 32 bits": lambda: {"slot_mapping": ints(2)},
         "many tokens": lambda: {"k": bf16(48, 2, 64), "v": bf16(48, 2, 64), "slot_mapping": ints(48).long()},
         "all": lambda: {"rope": (torch.rand(2, 32), torch.rand(2, 32)), "q": bf16(2, 8, 64)},
+        "calibrated keys": lambda: {"q": bf16(2, 8, 64), "transform": transform()},
     },
     unstored={
         "a scale to measure": lambda: {"keys": buffer("int8_tensor")},

@@ -15,7 +15,7 @@ from halfbyte import cli, hf
 from halfbyte.cache_plan import LayerFormats, read_plan
 from halfbyte.calibrated_keys import read_calibration
 from halfbyte.engine import page_layouts
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import InvalidArgument
 from halfbyte.evals import model as models
 from halfbyte.evals.assignment import Options, Sensitivity, assign, candidates
 from halfbyte.evals.calibrate import Divergence, Measurements, calibrate, fingerprint, measurements_path, runs
@@ -269,7 +269,7 @@ def test_calibrated_keys_by_the_command_are_used(tmp_path: Path, capsys: pytest.
     for calibration in ((), ("--calibration", keys)):
         assert run("eval", "demo", *options, *calibration) == 0
         *_, result = json.loads(capsys.readouterr().out)["results"]
-        assert result["kv"] == f"int4{' calibrated' * bool(calibration)} rotated"
+        assert result["kv"] == f"int4 {'calibrated' if calibration else 'rotated'}"
         losses.append(result["kl_mean"])
     assert losses[1] < losses[0]
     plan = tmp_path / "plan.json"
@@ -280,8 +280,9 @@ def test_calibrated_keys_by_the_command_are_used(tmp_path: Path, capsys: pytest.
     assert "remove it" in capsys.readouterr().err
     model = hf.quantize(models.load("demo")[0], plan=plan)
     assert model.generate.settings.calibration.digest == read_calibration(keys).digest
-    with pytest.raises(Unsupported, match="calibrated keys"):
-        page_layouts(plan)
+    for (_, rotate_keys, transform), layer in zip(page_layouts(plan), read_calibration(keys).layers, strict=True):
+        assert not rotate_keys
+        assert torch.equal(transform.keys, layer.keys)
     with pytest.raises(InvalidArgument, match="leave these options out"):
         hf.quantize(models.load("demo")[0], plan=plan, calibration=keys)
     assert run("eval", "demo", "--calibration", keys, "--plan", str(plan)) == 1
@@ -299,7 +300,7 @@ def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[
         (*made, "--bits", "6", "--text", str(short), "--length", "64"): "too short to calibrate on 4",
         (*made, "--bits", "6", "--text", str(tmp_path / "none.txt")): "text=",
         (*made, "--formats", "int4", "--sink-tokens", "4"): "--formats, --sink-tokens: about formats by layer",
-        (*made, "--windows", "1", "--length", "100"): "text has 96 tokens; expected at least 256",
+        (*made, "--windows", "1", "--length", "100"): "text has 100 tokens; expected at least 256",
         (*made, "--bits", "1"): "bits=1; these formats take ",
         (*made, "--bits", "7", "--formats", "int8"): "bits=7; these formats take 8.25 to 16 bits",
         (*made, "--bits", "17"): "--bits '17'",

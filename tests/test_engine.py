@@ -51,7 +51,8 @@ def test_the_pages_of_a_plan(tmp_path: Path) -> None:
     """Formats and rotation of each layer; what does not live in a page is refused by the layer's number."""
     layers = (LayerFormats("int4", "int2_g32", True), LayerFormats("int8", "bf16"))
     plan = CachePlan(ModelSizes("llama", 2, 4, 64, 128, 256), layers, 8.0)
-    expected = [(engine.PageLayout("int4", "int2_g32", 64, 128), True), (engine.PageLayout("int8", "bf16", 64, 128), False)]
+    layouts = engine.PageLayout("int4", "int2_g32", 64, 128), engine.PageLayout("int8", "bf16", 64, 128)
+    expected = [engine.LayerPages(layouts[0], True), engine.LayerPages(layouts[1])]
     assert engine.page_layouts(plan) == engine.page_layouts(plan.write(tmp_path / "plan.json")) == expected
     with pytest.raises(Unsupported, match="plan, layer 1: keys='int4_channel' cannot be stored in pages"):
         engine.page_layouts(replace(plan, layers=(layers[0], LayerFormats("int4_channel", "int8"))))

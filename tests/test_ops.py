@@ -86,11 +86,8 @@ def test_opcheck_append_by_slot() -> None:
 def test_rotation_of_heads() -> None:
     """An op that compiled code sees; twice it gives x back, in float64 to the last digits; rounded once in other types."""
     x = torch.randn(2, 5, 3, 96).transpose(1, 2)
-    matrix, center = torch.randn(3, 96, 96), torch.randn(3, 96)
-    for call in (
-        TransformCall(x, impl="reference"),
-        TransformCall(x, matrix, center, Rope(*torch.randn(2, 5, 48)), impl="reference"),
-    ):
+    matrix, shift = torch.randn(3, 96, 96), torch.randn(3, 96)
+    for call in (TransformCall(x, impl="reference"), TransformCall(x, matrix, shift, impl="reference")):
         opcheck(TRANSFORM_HEADS, call)
     wide = x.double()
     torch.testing.assert_close(transform_heads(transform_heads(wide)), wide, rtol=1e-13, atol=1e-13)
@@ -98,14 +95,14 @@ def test_rotation_of_heads() -> None:
     for given, says in ((torch.randn(2, 3, 96), "x"), (torch.randn(1, 1, 1, 40), "head_dim=40"), (3, "x")):
         with pytest.raises(InvalidArgument, match=says):
             transform_heads(given)  # type: ignore[arg-type]
-    exact = (wide - center.double()[:, None]) @ matrix.double()
-    torch.testing.assert_close(transform_heads(wide, matrix, center), exact)
+    exact = wide @ matrix.double() + shift.double()[:, None]
+    torch.testing.assert_close(transform_heads(wide, matrix, shift), exact)
     wrong = (
         ("matrix", {"matrix": matrix[:, :4]}),
         ("x has 3 heads and matrix 2", {"matrix": matrix[:2]}),
-        ("center", {"matrix": matrix, "center": center[:2]}),
+        ("shift", {"matrix": matrix, "shift": shift[:2]}),
         ("not contiguous", {"matrix": matrix.mT}),
-        ("belong to a matrix", {"center": center}),
+        ("belongs to a matrix", {"shift": shift}),
     )
     for says, options in wrong:
         with pytest.raises(InvalidArgument, match=says):

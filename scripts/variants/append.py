@@ -13,6 +13,7 @@ from halfbyte.kernels.append.launch import launches, plan_of
 from halfbyte.kernels.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kv_buffer import AppendCall, HeadNorms, Rope
 from halfbyte.reference.transform import TransformCall
+from halfbyte.tensors import KeyTransform
 
 #: Values that come with keys of another format. They come with keys of their own format where nothing is said.
 _VALUES = {
@@ -33,28 +34,40 @@ _FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64", "i
 
 def configurations() -> list[Configuration]:
     """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation. Tokens that go to
-    slots. Heads with norms. Rotation alone."""
+    slots. Heads with norms. Rotation alone. Calibrated keys."""
     found = [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
     found += [c for keys in ("int4", "int8_token", "int2") for prompt in (False, True) for c in _variant(keys, prompt, (4, 32))]
     found += [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
     rotary = {"": (64, False), "-R64": (32, False), "-neighbors": (64, True), "-R64-neighbors": (32, True)}
     found += [c for name, (half, interleaved) in rotary.items() for c in _normalized("int8", "rounded", name, half, interleaved)]
     found += _normalized("int4_channel", "offset", "", 64, False)
+    found += [c for dim in (64, 80, 128, 256) for batch in (4, 64) for c in _calibrated(("int4", "int4"), dim, batch)]
+    found += _calibrated(("int2_g32", "int4_g32"), 128, window=(4, 32))
     return found + [c for dim, dtype in ((128, torch.bfloat16), (80, torch.float16)) for c in _rotated(dim, dtype)]
 
 
 def _rotated(dim: int, dtype: torch.dtype) -> list[Configuration]:
-    """Values, or an output of attention, rotated on their own. Calibrated keys of a step, and queries of a prompt."""
+    """Values, or an output of attention, rotated on their own. Calibrated keys, and queries of a prompt."""
     x, q = (empty(*shape, dim, dtype=dtype) for shape in ((16, 8, 1), (1, 32, 128)))
-    matrix, center = (empty(8, *shape, dtype=torch.float32) for shape in ((dim, dim), (dim,)))
-    table, weight = empty(16, 1, dim // 2, dtype=torch.float32), empty(dim, dtype=dtype)
-    keys = TransformCall(x, matrix, center, Rope(table, table), HeadNorms(weight, weight, 1e-6, "rounded"))
-    queries = TransformCall(q, matrix, queries=True)
+    matrix, shift = empty(8, dim, dim, dtype=torch.bfloat16), empty(8, dim, dtype=torch.float32)
     return [
         *recorded(f"rotate-heads-D{dim}", lambda: rotation.launch(x, x)),
-        *recorded(f"transform-keys-D{dim}", lambda: rotation.launch_product(keys, x)),
-        *recorded(f"transform-queries-D{dim}", lambda: rotation.launch_product(queries, q)),
+        *recorded(f"transform-keys-D{dim}", lambda: rotation.launch_product(TransformCall(x, matrix, shift), x)),
+        *recorded(f"transform-queries-D{dim}", lambda: rotation.launch_product(TransformCall(q, matrix), q)),
     ]
+
+
+def _calibrated(formats: tuple[str, str], dim: int, batch: int = 64, window: tuple[int, int] = (0, 0)) -> Iterator[Configuration]:
+    """A decode step whose keys and queries are multiplied by a matrix, behind norms and rotation by position."""
+    buffers = [kv_buffer(KV_FORMATS[name], (64, 8, 64, dim), batch, torch.bfloat16, window) for name in formats]
+    k, q = (empty(batch, heads, 1, dim, dtype=torch.bfloat16) for heads in (8, 32))
+    table, weight = empty(batch, 1, dim // 2, dtype=torch.float32), empty(dim, dtype=torch.bfloat16)
+    matrix, shift = empty(8, dim, dim, dtype=torch.bfloat16), empty(8, dim, dtype=torch.float32)
+    options = {"norms": HeadNorms(weight, weight, 1e-6, "rounded"), "transform": KeyTransform(matrix, matrix, shift)}
+    call = AppendCall(k, k, *buffers, lengths=empty(batch), rope=Rope(table, table), q=q, measure=False, **options)
+    plan = plan_of(call, advance=True, use_pdl=True)
+    for launch in launches(call, plan, [torch.empty_like(q)], (empty(1, dtype=torch.float32), empty(plan.counters))):
+        yield from recorded(f"{'-'.join(formats)}-calibrated-D{dim}-B{batch}{'-recent' * any(window)}", launch)
 
 
 def _normalized(keys: str, kind: str, name: str, half: int, interleaved: bool) -> Iterator[Configuration]:

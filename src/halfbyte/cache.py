@@ -35,6 +35,7 @@ from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import check_rotation, rotated
 from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen
+from halfbyte.tensors import KeyTransform
 
 
 @restorable
@@ -202,8 +203,6 @@ class KVCache:
         formats = f"keys={self.keys.format}{' rotated' * self.rotate_keys}, values={self.values.format}"
         return f"{type(self).__name__}({shape}, {formats}, {self.nbytes:,} bytes)"
 
-    # --------------------------------------------------------------------------------------------------- what it does
-
     @overload
     def append(
         self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: RopeLike | None = None, *, q: None = None
@@ -219,6 +218,7 @@ class KVCache:
         *,
         q: torch.Tensor,
         norms: HeadNorms | None = None,
+        transform: KeyTransform | tuple[()] = (),
     ) -> torch.Tensor: ...
 
     def append(
@@ -230,6 +230,7 @@ class KVCache:
         *,
         q: torch.Tensor | None = None,
         norms: HeadNorms | None = None,
+        transform: KeyTransform | tuple[()] = (),
     ) -> torch.Tensor | None:
         """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them after each sequence's tokens.
 
@@ -238,14 +239,16 @@ class KVCache:
                 elements of each key first; R is D in Llama
         q       [B, Hq, L, D], queries of the same tokens: rotated too, on a GPU in the same launch, and returned as a new tensor
         norms   `halfbyte.kv_buffer.HeadNorms`: RMSNorm of each head of q and k, before the rotation
+        transform   calibrated keys (`halfbyte.tensors.KeyTransform`): of q and k, after the rotation
 
         Raises `CapacityError` when a sequence would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape;
-        the cache is then unchanged. On a GPU nothing synchronizes, except that lengths are read when the tokens counted on the
-        host no longer fit. There NaN and infinity are not detected: their block becomes NaN. In CUDA graphs and compiled code,
-        tokens beyond the capacity are not written.
+        the cache is then unchanged. On a GPU lengths are read only when the tokens counted on the host no longer fit, and a block
+        with NaN or infinity becomes NaN. In CUDA graphs and compiled code, tokens beyond the capacity are not written.
         """
-        where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
-        call = AppendCall(k, v, *where, None if rope is None else rope_of(rope), q, self._measures, norms=norms)
+        call = AppendCall(
+            k, v, self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys,
+            None if rope is None else rope_of(rope), q, self._measures, False, norms, transform,
+        )  # fmt: skip
         signature = APPEND.signature(call)
         if signature is None or not signature.known:
             check_new(call)

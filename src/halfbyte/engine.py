@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from halfbyte.arguments import check_sizes
 from halfbyte.cache_plan import CachePlan, read_plan
+from halfbyte.calibrated_keys import read_calibration
 from halfbyte.checkpoints.adapters import weight_from_tensors
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
@@ -21,17 +23,22 @@ from halfbyte.kv_buffer import KVBuffer, PagedView
 from halfbyte.ops.append_slots import append_slots
 from halfbyte.ops.attention_varlen import attention_varlen
 from halfbyte.ops.linear import linear_of_parts
+from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.ops.unpack_pages import unpack_pages
-from halfbyte.tensors import expected_parts
+from halfbyte.tensors import KeyTransform, expected_parts
 
 __all__ = [
     "PAGE_FORMATS",
+    "KeyTransform",
+    "LayerPages",
     "PageLayout",
     "PagedView",
     "append_slots",
     "attention_varlen",
     "linear_of_parts",
     "page_layouts",
+    "read_calibration",
+    "transform_heads",
     "unpack_pages",
     "weight_from_tensors",
 ]
@@ -141,11 +148,20 @@ def _check_groups(name: str, fmt: Format, dim: int) -> None:
         )
 
 
-def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[tuple[PageLayout, bool]]:
-    """(page layout, whether keys are stored rotated) of each layer of a cache plan or plan file.
+class LayerPages(NamedTuple):
+    """The pages of a layer, and what `append_slots` does to its keys. transform: of calibrated keys; queries take its other half,
+    `transform_heads(q, transform.queries)`, or `append_slots(q=)`."""
 
-    Raises `Unsupported`, naming the layer, for formats that cannot be stored in pages, for sink and recent tokens, which belong to
-    a sequence, and for calibrated keys. `plan.check_model` checks that the plan is for the engine's model.
+    layout: PageLayout
+    rotate_keys: bool = False
+    transform: KeyTransform | None = None
+
+
+def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[LayerPages]:
+    """The pages of each layer of a cache plan or plan file.
+
+    Raises `Unsupported`, naming the layer, for formats that cannot be stored in pages, and for sink and recent tokens, which belong
+    to a sequence. `plan.check_model` checks that the plan is for the engine's model.
     """
     plan = read_plan(plan)
     if any(plan.exact_tokens((0, 0))):
@@ -153,15 +169,15 @@ def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[tuple[PageLay
             f"plan has sink_tokens={plan.sink_tokens}, recent_tokens={plan.recent_tokens}, which belong to a sequence, and pages "
             f"hold codes alone; calibrate without them"
         )
+    transforms: Sequence[KeyTransform | None] = (None,) * len(plan.layers)
     if plan.calibration:
-        raise Unsupported(
-            f"plan has calibrated keys ({plan.calibration}), and engines have keys and queries of their own; calibrate without"
-        )
+        transforms = read_calibration(plan.calibration).of_model(plan.model, "")
     layouts = []
-    for number, layer in enumerate(plan.layers):
+    for number, (layer, transform) in enumerate(zip(plan.layers, transforms, strict=True)):
         try:
             layout = PageLayout(layer.keys, layer.values, plan.model.head_dim, plan.model.value_dim)
         except Unsupported as error:
             raise Unsupported(f"plan, layer {number}: {error}") from None
-        layouts.append((layout, layer.rotate_keys))
+        transform = transform if layout.keys.is_quantized else None
+        layouts.append(LayerPages(layout, layer.rotate_keys and transform is None, transform))
     return layouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple, Protocol
@@ -215,13 +216,14 @@ class AppendCall(NamedTuple):
     page_table   int32 [B, pages], where keys and values are paged
     rotate_keys  keys are Hadamard-rotated
     rope         rotary embedding of keys (and q), before the Hadamard rotation
-    q            [B, Hq, L, D], gets rope (and norms), too
+    q            [B, Hq, L, D], gets rope, norms and transform, too
     measure      a per-tensor scale may still be 0, that is, not calibrated
     by_slot      `lengths`, int32 or int64 [B], are slots, which do not advance: the one token of each sequence (L = 1) goes to row
                  i % N of page i // N, with pages of N tokens; negative slots are skipped
     norms        RMSNorm of each head of keys and q, before rope
+    transform    a `KeyTransform` of keys and q, after rope; empty: none
     impl         as requested, later the level that runs
-    rotated_q    memory for q once it is rotated, contiguous
+    rotated_q    memory for what q becomes, contiguous
     """
 
     k: torch.Tensor
@@ -237,6 +239,7 @@ class AppendCall(NamedTuple):
     measure: bool = True
     by_slot: bool = False
     norms: Annotated[HeadNorms | None, Mark.DIFFERENTIABLE] = None
+    transform: Sequence[torch.Tensor | None] = ()
     impl: str = "auto"
     rotated_q: Annotated[torch.Tensor | None, Mark.RESULT] = None
 
@@ -246,7 +249,7 @@ class AppendCall(NamedTuple):
         return not self.measure and self.impl in ("auto", "triton")
 
     def new_results(self) -> tuple[torch.Tensor, ...]:
-        """Memory for q rotated, if it is given."""
+        """Memory for what q becomes, if it is given."""
         return () if self.q is None else (torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device),)
 
 

@@ -54,6 +54,18 @@ def resolve_model(name: str) -> str:
     return name
 
 
+def local_folder(name: str) -> str:
+    """The folder of a model on this machine, if need be in the cache of the Hub; "" where there is none."""
+    if Path(name).is_dir():
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(name, local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not there, or no name of a repository
+        return ""
+
+
 def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
 

@@ -1,16 +1,42 @@
-"""QuantTensor: codes, scales and offsets with the format that says what they mean."""
+"""QuantTensor: codes, scales and offsets with the format that says what they mean. KeyTransform: a change of basis of keys."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
 from halfbyte.errors import check
 from halfbyte.formats import Format, Shape
 from halfbyte.reference.dequantize import values_of
+
+
+class KeyTransform(NamedTuple):
+    """What keys and queries of one layer are multiplied by before keys are stored: k keys + shift, and q queries.
+
+    keys      [H, D, D], an invertible matrix for each KV head, of bfloat16 numbers
+    queries   [H, D, D], its inverse, transposed: scores are q . k + q . shift
+    shift     [H, D], the same for all keys, so that no softmax changes; None: nothing is added
+    """
+
+    keys: torch.Tensor
+    queries: torch.Tensor
+    shift: torch.Tensor | None
+
+    def like(self, x: torch.Tensor) -> KeyTransform:
+        """On the device of `x` and in its type, in which tensor cores multiply; the shift in at least 32 bits."""
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        keys, queries = (t.to(x.device, x.dtype).contiguous() for t in self[:2])
+        return KeyTransform(keys, queries, None if self.shift is None else self.shift.to(x.device, wide).contiguous())
+
+    def of_heads(self, first: int, count: int) -> KeyTransform:
+        """That of `count` KV heads from `first` on, which a rank of a tensor-parallel layer has."""
+        keys, queries, shift = (None if t is None else t[first : first + count].contiguous() for t in self)
+        assert keys is not None and queries is not None
+        return KeyTransform(keys, queries, shift)
 
 
 @dataclass(frozen=True)

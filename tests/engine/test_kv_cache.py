@@ -24,6 +24,7 @@ from engines import (
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from halfbyte.engine import PageLayout
+from halfbyte.evals.calibrate_keys import calibrate_keys
 from halfbyte.vllm.names import PLAN, backend_name
 
 #: Prompts of many lengths that share no beginning.
@@ -122,6 +123,20 @@ def test_rotated_keys() -> None:
     with engine(backend=backend_name("int8", "int4"), additional_config=options) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(quantized(keys="int8", values="int4", rotate_keys=True)))
+
+
+@pytest.mark.parametrize("prefill", ["exact", "cache"])
+def test_calibrated_keys(prefill: str, tmp_path: Path) -> None:
+    """Keys are stored, and queries read them, as in halfbyte.hf; a prompt reads its own keys unquantized, or as they are stored."""
+    model = quantized(keys="int8", values="int8")
+    file = calibrate_keys(model, torch.tensor([list(TEXT[5000:5400])]), 64).write(tmp_path / "keys.safetensors")
+    options = {"halfbyte": {"prefill": prefill, "calibration": str(file)}}
+    with engine(backend=backend_name("int8", "int8"), additional_config=options) as llm:
+        found = generate(llm)
+    if prefill == "exact":
+        assert_same(found, by_transformers(quantized(keys="int8", values="int8", calibration=file)))
+    with engine(backend=backend_name("int8", "int8"), additional_config={"halfbyte": {"prefill": prefill}}) as llm:
+        assert generate(llm) != found
 
 
 def test_formats_by_layer(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engines import SHIPPED, engine, generate, later, plan_for, quantized, save
 from tiny_models import LLAMA, made
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
+from halfbyte.calibrated_keys import CalibratedKeys, key_transform
 from halfbyte.errors import HalfbyteError
+from halfbyte.hf.model_support import model_sizes
 from halfbyte.settings import KEYS, VALUES
 from halfbyte.vllm.names import PLAN, backend_name
 from test_experts import sixteen_bits
@@ -87,6 +90,22 @@ def test_a_plan_that_does_not_fit(tiny, tmp_path: Path) -> None:
     channel = plan_for(SHIPPED, tmp_path, [("int8", "int8"), ("int4_channel", "int8")])
     assert "plan, layer 1" in refused(PLAN, additional_config={"halfbyte": {"plan": str(channel)}})
     assert "rotate_keys" in refused(PLAN, additional_config={"halfbyte": {"plan": str(channel), "rotate_keys": True}})
+
+
+def test_calibrated_keys_that_do_not_fit(tiny, tmp_path: Path) -> None:
+    """Of a model of other sizes, of the same sizes with other norms, and of no file."""
+    files = []
+    for name, sizes in (
+        ("mistral", model_sizes(AutoConfig.from_pretrained(tiny("mistral")))),
+        ("shipped", model_sizes(AutoConfig.from_pretrained(SHIPPED))),
+    ):
+        shape = sizes.kv_heads, sizes.head_dim, sizes.head_dim
+        layers = tuple(key_transform(torch.eye(shape[1]).expand(shape), None) for _ in range(sizes.layers))
+        files.append(CalibratedKeys(sizes, "0" * 16, layers).write(tmp_path / f"{name}.safetensors"))
+    for file, said in zip(
+        (*files, tmp_path / "none"), ("model_type mistral", "other weights of its norms", "cannot be read"), strict=True
+    ):
+        assert said in refused(backend_name("int8", "int8"), additional_config={"halfbyte": {"calibration": str(file)}})
 
 
 @pytest.mark.parametrize("weights", [later(None), "int4_g64"])

@@ -13,7 +13,7 @@ from torch import nn
 import halfbyte.hf as hf
 from halfbyte.calibrated_keys import CalibratedKeys, KeyTransform, key_transform, read_calibration
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.evals.calibrate_keys import Moments, calibrate_keys, geometric_mean
+from halfbyte.evals.calibrate_keys import Moments, calibrate_keys, geometric_mean, sensitivity
 from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import Attended, attention
 from halfbyte.hf.cache_layers import PackedLayer
@@ -31,10 +31,10 @@ def calibrated(model, ids) -> CalibratedKeys:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_attention_is_the_same_in_float64(build, prompt, family):
     """A prompt reads its own keys unquantized, transformed or not. Norms of Qwen3, a window of Mistral, a softcap of Gemma 2 and
-    sinks of gpt-oss; the last two have no center, and gpt-oss computes in float32."""
+    sinks of gpt-oss; the last two have no shift, and gpt-oss computes in float32."""
     model, ids = build(family), prompt(2, 40)
     keys = calibrated(model, ids)
-    assert all((layer.center is None) == (family in ("gemma2", "gpt_oss")) for layer in keys.layers)
+    assert all((layer.shift is None) == (family in ("gemma2", "gpt_oss")) for layer in keys.layers)
     wide = family != "gpt_oss"
     model = model.double() if wide else model
     expected, actual = (_prompt_logits(model, ids, calibration) for calibration in (None, keys))
@@ -89,22 +89,46 @@ def test_the_geometric_mean_is_the_best_matrix():
     torch.testing.assert_close(inverse @ sq @ inverse.mT, root.mT @ sk @ root, rtol=1e-8, atol=1e-8)
 
 
-def test_moments_skip_the_first_tokens_of_a_window():
+def test_moments_of_a_window_in_chunks_and_without_its_first_tokens():
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 60, 8), torch.randn(1, 2, 60, 8)
-    options = {"softcap": None, "s_aux": None}
+    options = {"softcap": None, "s_aux": None, "scaling": None, "sliding_window": 20}
     sums, same = Moments(), Moments()
     for part in (slice(0, 3), slice(3, 10), slice(10, 60)):
         sums.append(Attended(nn.Module(), q[:, :, part], k[:, :, part], k[:, :, part], options))
-    k[:, :, :4] = 1e6
     same.append(Attended(nn.Module(), q, k, k, options))
-    assert sums.tokens == same.tokens == 56
-    for a, b in zip(sums.transform(), same.transform(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)  # matrices are rounded to float16
+    for name in ("k", "kk", "qq", "by_key", "by_query"):
+        torch.testing.assert_close(getattr(sums, name), getattr(same, name), rtol=1e-4, atol=1e-5)
+    assert sums.tokens == same.tokens == 60
+    first = torch.cat([torch.full((1, 2, 4, 8), 1e4), k[:, :, 4:]], 2)
+    sums.begin()
+    sums.append(Attended(nn.Module(), q, first, k, options))
+    assert bool((sums.kk.abs() < 1e4).all())
     short = Moments()
-    short.append(Attended(nn.Module(), q[:, :, :20], k[:, :, :20], k, options))
-    with pytest.raises(InvalidArgument, match="text has 16 tokens"):
+    short.append(Attended(nn.Module(), q[:, :, :20], k[:, :, :20], k[:, :, :20], options))
+    with pytest.raises(InvalidArgument, match="text has 20 tokens"):
         short.transform()
+
+
+def test_pairs_count_as_their_scores_change_the_output():
+    """Against derivatives of attention by scores, with a softcap, a window and sinks, and queries behind other tokens."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 5, 8).double(), torch.randn(1, 2, 12, 8).double(), torch.randn(1, 2, 12, 8).double()
+    options = {"softcap": 3.0, "s_aux": torch.randn(4), "scaling": 0.7, "sliding_window": 6}
+    actual = sensitivity(Attended(nn.Module(), q, k[:, :, 7:], v[:, :, 7:], options), k.float(), v.float())
+    scores = 3 * (0.7 / 3 * q.unflatten(1, (2, 2)) @ k[:, :, None].mT).tanh()
+    back = torch.arange(7, 12)[:, None] - torch.arange(12)
+    scores = scores.masked_fill((back < 0) | (back >= 6), -torch.inf)
+
+    def out(s):
+        sinks = options["s_aux"].double().view(1, 2, 2, 1, 1).expand(*s.shape[:-1], 1)
+        return torch.cat([s, sinks], -1).softmax(-1)[..., :-1] @ v[:, :, None]
+
+    for at in ((0, 0, 1, 2, 5), (0, 1, 0, 4, 11), (0, 1, 1, 0, 3)):
+        step = torch.zeros_like(scores)
+        step[at] = 1e-6
+        slope = (out(scores + step) - out(scores - step))[at[:4]] / 2e-6
+        torch.testing.assert_close(actual[at].double(), slope.square().sum(), rtol=1e-4, atol=1e-6)
 
 
 def test_what_a_step_rotates_by_position_is_transformed_in_the_same_place():
@@ -121,13 +145,14 @@ def test_what_a_step_rotates_by_position_is_transformed_in_the_same_place():
     fused = handles(k, q=q, rope=Rope(*table), norms=norms)
     q, k = (apply_rope(rms_norm(x, Norm(w, 1e-6, "rounded")), *table) for x, w in ((q, norms.q), (k, norms.k)))
     own = handles(k)
-    torch.testing.assert_close(fused[0].new, own[0].new)
     assert own[0].rotated is None
+    for pair in (fused, own):
+        pair[0].layer.longest_step = 3  # which reads what is stored
     results = [attention(nn.Module(), x, *pair, None)[0] for x, pair in ((fused[0].rotated, fused), (q, own))]
     torch.testing.assert_close(*results)
 
 
-def test_centered_keys_are_refused_where_scores_are_capped():
+def test_shifted_keys_are_refused_where_scores_are_capped():
     transform = key_transform(torch.eye(16).expand(1, 16, 16), torch.zeros(1, 16))
     layer = PackedLayer(64, key_format("int8"), value_format("int8"), True, torch.bfloat16, transform=transform)
     x = torch.randn(1, 1, 2, 16)
@@ -135,6 +160,30 @@ def test_centered_keys_are_refused_where_scores_are_capped():
     for option in ({"softcap": 30.0}, {"s_aux": torch.zeros(1)}):
         with pytest.raises(Unsupported, match="softcap or sinks"):
             attention(nn.Module(), x, *handles, None, **option)
+
+
+def test_rotations_by_oscar_are_read(build, prompt, greedy, tmp_path):
+    """One rotation for all heads, and one for each: attention in float64 is as without; other files and models are refused."""
+    model, ids = build("llama").double(), prompt(2, 40)
+    layers, heads, dim = 2, 2, model.model.layers[0].self_attn.head_dim
+    expected = _prompt_logits(hf.quantize(model, keys="int8", values="int8"), ids, None)
+    for version, shape in ((1, (dim, dim)), (2, (heads, dim, dim))):
+        rotations = {i: {"layer_id": i, "rotation": torch.linalg.qr(torch.randn(shape))[0]} for i in range(layers)}
+        stored = {"format_version": version, "objective": "qqt_r_h_pbr", "source_grouping": "layer", "layers": rotations}
+        file = tmp_path / "k_rotation.pt"
+        torch.save(stored, file)
+        torch.testing.assert_close(_prompt_logits(model, ids, file), expected, rtol=1e-9, atol=1e-9)
+    for change, error, says in (
+        ({"objective": "sst_r_h_pbr"}, Unsupported, "a rotation of values"),
+        ({"format_version": 3}, InvalidArgument, "format_version 1 or 2"),
+        ({"layers": {0: {"rotation": torch.ones(dim, dim)}}}, InvalidArgument, "expected orthogonal matrices"),
+        ({"layers": {0: {"rotation": torch.eye(dim)}}}, InvalidArgument, r"layers 1 \(this model: 2\)"),
+        ({"layers": {i: {"rotation": torch.eye(2 * dim)} for i in range(layers)}}, InvalidArgument, "another model: head_dim"),
+        ({"layers": [partial]}, InvalidArgument, "no rotations by OSCAR"),
+    ):
+        torch.save({**stored, **change}, file)
+        with pytest.raises(error, match=says):
+            hf.PackedCache(model, 64, calibration=file)
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def _setting(
     setting = Setting(keys, values, packed, dtype=dtype, **exact, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
     if cache.calibration is not None:
-        read_calibration(cache.calibration).check_model(sizes_of(config), "")
+        read_calibration(cache.calibration).of_model(sizes_of(config), "")
         setting = replace(setting, calibration=str(cache.calibration))
     layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)

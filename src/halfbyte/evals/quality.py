@@ -120,7 +120,7 @@ class Setting:
         keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
         both = keys if keys == values else f"{keys} / {values}"
         skips = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
-        return both + " calibrated" * bool(self.calibration) + " rotated" * bool(self.rotate_keys) + suffix + skips
+        return both + (" calibrated" if self.calibration else " rotated" * bool(self.rotate_keys)) + suffix + skips
 
     @property
     def name(self) -> str:

@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from transformers.generation import configuration_utils
 
 from halfbyte.cache import KVCache
-from halfbyte.calibrated_keys import KeyTransform
 from halfbyte.errors import Unsupported, warn_once
 from halfbyte.hf.latents import newest_layer
 from halfbyte.hf.masks import mask
@@ -26,6 +25,7 @@ from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import transform_heads
+from halfbyte.tensors import KeyTransform
 
 if TYPE_CHECKING:
     from halfbyte.hf.cache_layers import Chunk, Drafts
@@ -154,11 +154,11 @@ def attention(
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs), None
     _check_supported(module, kwargs)
     if (transform := key.layer.transform) is not None:
-        if transform.center is not None and (softcap is not None or s_aux is not None):
+        if transform.shift is not None and (softcap is not None or s_aux is not None):
             raise Unsupported(
-                f"{type(module).__name__} has a softcap or sinks, which scores of centered keys do not fit; calibrate this model"
+                f"{type(module).__name__} has a softcap or sinks, which scores of shifted keys do not fit; calibrate this model"
             )
-        query = transform.of_queries(query) if key.rotated is None else query
+        query = transform_heads(query, transform.queries) if key.rotated is None else query
     if dropout > 0 and module.training:
         raise Unsupported(
             f"dropout={dropout} while training: a packed cache serves inference; call model.eval(), or pass use_cache=False"

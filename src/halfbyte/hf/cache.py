@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from halfbyte.arguments import integer
 from halfbyte.cache_options import token_bytes
-from halfbyte.calibrated_keys import Calibration, KeyTransform, digest_of_norms, read_calibration
+from halfbyte.calibrated_keys import Calibration, digest_of_norms, read_calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
@@ -40,6 +40,7 @@ from halfbyte.hf.model_support import (
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
+from halfbyte.tensors import KeyTransform
 
 #: Held while a cache is marked as used.
 _USE = threading.Lock()
@@ -330,8 +331,7 @@ def layer_transforms(model_or_config: Any, calibration: Calibration | None, laye
     check_no_latents(text_config(model_or_config))
     keys, is_model = read_calibration(calibration), isinstance(model_or_config, torch.nn.Module)
     digest = digest_of_norms(inner_model(model_or_config)) if is_model else ""
-    keys.check_model(model_sizes(text_config(model_or_config)), digest)
-    return keys.layers
+    return keys.of_model(model_sizes(text_config(model_or_config)), digest)
 
 
 def check_attention(model_or_config: Any) -> None:

@@ -20,7 +20,6 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.cache import KVCache
-from halfbyte.calibrated_keys import KeyTransform
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import Format
 from halfbyte.hf.attention import NO_DRAFTS, Handle
@@ -30,6 +29,7 @@ from halfbyte.ops.append import APPEND, append_of_parts
 from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.paging import SPARE, WindowKVCache
+from halfbyte.tensors import KeyTransform
 
 #: A layer with a state and no attention.
 StateLayer: Any = cache_utils.LinearAttentionLayer
@@ -60,7 +60,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         `sliding`: the window of attention, whose tokens are kept; all, where one measured scale is of the first tokens appended.
         `scales`: fixed ones of keys and of values as a model computes them, before these are changed; None: measured.
-        `transform`: of quantized keys before they are stored; attention takes that of queries.
+        `transform`: of quantized keys before they are stored, in place of a rotation; attention takes that of queries.
         """
         super().__init__()
         self.sliding = None if "tensor" in (keys.granularity, values.granularity) else sliding
@@ -69,8 +69,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.calibrated = self.transform = transform if keys.is_quantized else None
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
-        self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
-        rotations = rotate_keys or self.transform is not None, self.rotate_values
+        self.rotate_keys, self.buffer_dtype = rotate_keys and self.transform is None, dtype
+        rotations = self.rotate_keys or self.transform is not None, self.rotate_values
         self.scales = [None if is_rotated else scale for scale, is_rotated in zip(scales, rotations, strict=True)]
         #: Whether `generate()` may record steps in CUDA graphs.
         self.records = True
@@ -169,11 +169,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.parts:
             self.lazy_initialization(key_states, value_states)
         of_positions = {x: kwargs.get(x) for x in ("rope", "q", "norms")}
-        if self.transform is not None:
-            rope, q, norms = of_positions.values()
-            key_states = self.transform.of_keys(key_states, rope, norms)
-            query = None if q is None else self.transform.of_queries(q, rope, norms)
-            of_positions = {}
+        if self.transform is not None and of_positions["q"] is not None:
+            of_positions["transform"] = self.transform
+        elif self.transform is not None:
+            key_states = transform_heads(key_states, self.transform.keys, self.transform.shift)
         kv = cast(KVCache, self.kv)
         rotated = before = None
         if self.sliding is not None and key_states.shape[2] > SPARE:
@@ -187,7 +186,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         elif self.drafts is None:  # else attention appends
             counts = None if self.chunk is None else self.chunk.counts
             rotated = kv.append(key_states, value_states, counts, **of_positions)
-        rotated = rotated if self.transform is None else query
         return Handle(self, key_states, "keys", rotated, before), Handle(self, value_states, "values")
 
     def _past(self, kv: KVCache) -> KVCache | None:

@@ -11,7 +11,7 @@ import torch
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.cpu import append as cpu
 from halfbyte.cpu.profiled import profiled
-from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Shape
 from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, RopeLike
 from halfbyte.ops import launch_cache
@@ -20,9 +20,13 @@ from halfbyte.ops.declare import Op
 from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.ops.self_check import refusal, untested
 from halfbyte.ops.small_calls import append_error
+from halfbyte.ops.transform_heads import transform_heads
+from halfbyte.plans.append import LARGEST, takes_matrix
 from halfbyte.reference import append as reference
 from halfbyte.reference.block import KINDS, Norm, rms_norm
 from halfbyte.reference.rope import apply_rope
+from halfbyte.reference.transform import transformed
+from halfbyte.tensors import KeyTransform
 from halfbyte.transforms import refuse_transforms
 
 #: The op; compiled code calls it by `append_of_parts`.
@@ -30,7 +34,7 @@ APPEND = Op("append_", AppendCall)
 
 
 def _run(c: AppendCall) -> None:
-    if c.impl == "triton" and not _refused(c, advance=False):
+    if c.impl == "triton" and _is_one_launch(c) and not _refused(c, advance=False):
         _launch(c, advance=False)
     else:
         _run_reference(c)
@@ -38,25 +42,50 @@ def _run(c: AppendCall) -> None:
 
 def _run_reference(c: AppendCall) -> None:
     refuse_capture("append", c.k.device)
-    if c.norms is not None and c.q is not None:
-        norms = c.norms
-        q, k = (rms_norm(x, Norm(weight, norms.eps, norms.kind)) for x, weight in zip((c.q, c.k), norms[:2], strict=True))
-        c = c._replace(q=q, k=k)
+    c = _normalized(c)
+    if c.transform:
+        c, transform = _placed(c), _transform_of(c)
+        k = transformed(c.k, transform.keys, transform.shift)
+        c = c._replace(k=k, q=None if c.q is None else transformed(c.q, transform.queries))
+        if c.q is not None and c.rotated_q is not None:
+            c.rotated_q.copy_(c.q)
+            c = c._replace(q=None, rotated_q=None)
     if c.impl == "cpu" and cpu.append_(c):
         return
     if c.rope is not None:
-        by = c.rope.cos.unsqueeze(-3), c.rope.sin.unsqueeze(-3), c.rope.interleaved
+        c = _placed(c)
         if c.q is not None and c.rotated_q is not None:
-            c.rotated_q.copy_(apply_rope(c.q, *by))
-        c = c._replace(k=apply_rope(c.k, *by))
+            c.rotated_q.copy_(c.q)
     if c.by_slot:
         reference.append_slots_(c.k, c.v, c.keys, c.values, c.lengths, c.rotate_keys)
         return
     reference.append_(c.k, c.v, c.counts, c.keys, c.values, c.lengths, c.page_table, c.rotate_keys)
 
 
+def _normalized(c: AppendCall) -> AppendCall:
+    """With the heads of k and q normalized."""
+    if c.norms is None or c.q is None:
+        return c
+    norms = c.norms
+    q, k = (rms_norm(x, Norm(weight, norms.eps, norms.kind)) for x, weight in zip((c.q, c.k), norms[:2], strict=True))
+    return c._replace(q=q, k=k, norms=None)
+
+
+def _placed(c: AppendCall) -> AppendCall:
+    """With k and q rotated by position."""
+    if c.rope is None:
+        return c
+    by = c.rope.cos.unsqueeze(-3), c.rope.sin.unsqueeze(-3), c.rope.interleaved
+    return c._replace(k=apply_rope(c.k, *by), q=None if c.q is None else apply_rope(c.q, *by), rope=None)
+
+
+def _transform_of(c: AppendCall) -> KeyTransform:
+    """The transform of a call that has one, whose type the op's flat form loses."""
+    return KeyTransform(*c.transform)  # type: ignore[arg-type]
+
+
 def _fake(c: AppendCall) -> None:
-    check_new(c._replace(rope=None, q=None, norms=None))
+    check_new(c._replace(rope=None, q=None, norms=None, transform=()))
 
 
 APPEND.register(_run, _fake)
@@ -82,6 +111,7 @@ def append_(
     rope: RopeLike | None = None,
     q: torch.Tensor | None = None,
     norms: HeadNorms | None = None,
+    transform: KeyTransform | tuple[()] = (),
     impl: str = "auto",
 ) -> torch.Tensor | None:
     """`KVCache.append` on buffers: quantize k [B, H, L, D], v [B, H, L, Dv] and write them after each sequence's tokens, in place.
@@ -89,7 +119,8 @@ def append_(
     `lengths`, int32 [B], advances. Raises `CapacityError` beyond the capacity and `InvalidArgument` for NaN or infinity; nothing
     has changed then. A GPU kernel checks neither: a block with NaN or infinity becomes NaN, tokens that do not fit are not written.
     """
-    c = AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope_of(rope), q, norms=norms, impl=impl)
+    where = (keys, values, lengths, counts, page_table, rotate_keys)
+    c = AppendCall(k, v, *where, rope_of(rope), q, norms=norms, transform=transform, impl=impl)
     check_new(c)
     return store(c)
 
@@ -100,8 +131,11 @@ def store(c: AppendCall, signature: Signature | None = None) -> torch.Tensor | N
     if results is not None:
         return results[0] if results else None
     best = level("append", c.impl, c.lengths.device)
-    if c.impl == "auto" and best == "triton" and not torch.compiler.is_compiling() and _refused(c, advance=not c.by_slot):
-        best = "reference"
+    if best == "triton" and not torch.compiler.is_compiling():
+        if not _is_one_launch(c):
+            return _in_parts(c)
+        if c.impl == "auto" and _refused(c, advance=not c.by_slot):
+            best = "reference"
     c = c._replace(impl=best)
     if c.counts is not None:
         c = c._replace(counts=as_int32(c.counts))
@@ -123,6 +157,27 @@ def store(c: AppendCall, signature: Signature | None = None) -> torch.Tensor | N
     # Not in the op: Inductor may read the old lengths (for positions) after an op that changes them.
     c.lengths.add_(c.k.shape[2] if counts is None else counts)
     return rotated
+
+
+def _is_one_launch(c: AppendCall) -> bool:
+    """Whether the kernel applies the transform, if there is one."""
+    if not c.transform:
+        return True
+    dtypes = {x.dtype for x in (c.k, c.q, *c.transform[:2]) if x is not None}
+    narrow = len(dtypes) == 1 and c.k.element_size() == 2
+    return narrow and takes_matrix((c.keys.format.name, c.values.format.name), (c.k.shape[3], c.v.shape[3]))
+
+
+def _in_parts(c: AppendCall) -> torch.Tensor | None:
+    """Keys and queries in launches of their own, and then the append."""
+    transform = _transform_of(c)
+    warn_once(
+        f"calibrated keys in {c.keys.format}, values in {c.values.format}, {c.k.dtype}, heads of {c.k.shape[3]}: each step takes "
+        f"more launches than in 16 bits, with scales of a head or a group, and heads of at most {LARGEST}"
+    )
+    c = _placed(_normalized(c))
+    store(c._replace(k=transform_heads(c.k, transform.keys, transform.shift), q=None, transform=()))
+    return None if c.q is None else transform_heads(c.q, transform.queries)
 
 
 def _refused(c: AppendCall, advance: bool) -> bool:
@@ -172,17 +227,22 @@ def check_new(c: AppendCall) -> None:
     if c.rope is not None:
         check_rope(c.rope, k, k.shape[2:3], (batch, k.shape[2]))
     if q is not None:
-        check_query(q, (batch, "Hq", k.shape[2], keys.dim), c.rope, keys.codes.device, c.norms)
+        check_query(c, (batch, "Hq", k.shape[2], keys.dim))
+    if c.transform:
+        check_transform(c)
     if c.norms is not None:
         check_norms(c)
 
 
-def check_query(
-    q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, device: torch.device, norms: HeadNorms | None = None
-) -> None:
-    """q, to be rotated along with the keys."""
-    check(rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out")
-    check_tensor("q", q, shape, device=device)
+def check_query(c: AppendCall, shape: Sequence[int | str]) -> None:
+    """q, to be rotated or transformed along with the keys."""
+    q, rope, norms = c.q, c.rope, c.norms
+    assert q is not None
+    check(
+        rope is not None or bool(c.transform),
+        "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out",
+    )
+    check_tensor("q", q, shape, device=c.keys.codes.device)
     if torch.is_grad_enabled() and _requires_grad(q, rope, norms):
         which = "q" if q.requires_grad else "rope" if _requires_grad(q, rope) else "norms"
         raise Unsupported(
@@ -195,12 +255,24 @@ def _requires_grad(q: torch.Tensor | None, rope: Rope | None, norms: HeadNorms |
     return q is not None and any(getattr(t, "requires_grad", False) for t in (q, *(rope or ()), *(norms or ())))
 
 
+def check_transform(c: AppendCall) -> None:
+    """transform, of all KV heads."""
+    transform: Any = c.transform
+    if not isinstance(transform, KeyTransform):
+        raise InvalidArgument(f"transform is a {type(transform).__name__}; expected a halfbyte.tensors.KeyTransform")
+    heads, dim = c.k.shape[1], c.k.shape[-1]
+    for part, t, shape in zip(transform._fields, transform, ((heads, dim, dim), (heads, dim, dim), (heads, dim)), strict=True):
+        if t is not None:
+            check_tensor(f"transform.{part}", t, shape, device=c.k.device)
+            check(t.is_contiguous(), f"transform.{part} is not contiguous; pass transform.like(k)")
+
+
 def check_norms(c: AppendCall) -> None:
     """norms, of keys and of queries that are both given and rotated."""
     norms: Any = c.norms
     if not isinstance(norms, HeadNorms):
         raise InvalidArgument(f"norms is a {type(norms).__name__}; expected a halfbyte.kv_buffer.HeadNorms(q, k, eps, kind)")
-    check(c.q is not None, "norms was given without q and rope, for whose heads they are; pass both, or leave norms out")
+    check(c.q is not None, "norms was given without q, for whose heads they are; pass q with rope or transform, or leave norms out")
     for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)):
         check_tensor(name, weight, c.k.shape[-1:], device=c.k.device)
     check(norms.kind in KINDS, f"norms.kind={norms.kind!r}; choose one of: {', '.join(KINDS)}")
@@ -214,7 +286,8 @@ def rope_of(rope: RopeLike | None) -> Rope | None:
     if not isinstance(rope, tuple | list) or len(rope) not in (2, 3):
         raise InvalidArgument(f"rope is a {type(rope).__name__}; expected two tensors (cos, sin), or a halfbyte.kv_buffer.Rope")
     whole = Rope(*rope)
-    check(isinstance(whole.interleaved, bool), f"rope.interleaved={whole.interleaved!r}; expected True or False")
+    if not isinstance(whole.interleaved, bool):
+        raise InvalidArgument(f"rope.interleaved={whole.interleaved!r}; expected True or False")
     return whole
 
 

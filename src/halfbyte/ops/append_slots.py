@@ -7,8 +7,9 @@ import torch
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, RopeLike
-from halfbyte.ops.append import APPEND, check_query, check_rope, rope_of, store
+from halfbyte.ops.append import APPEND, check_query, check_rope, check_transform, rope_of, store
 from halfbyte.ops.launch_cache import replay
+from halfbyte.tensors import KeyTransform
 from halfbyte.transforms import refuse_transforms
 
 
@@ -22,6 +23,7 @@ def append_slots(
     rotate_keys: bool = False,
     rope: RopeLike | None = None,
     q: torch.Tensor | None = None,
+    transform: KeyTransform | tuple[()] = (),
     impl: str = "auto",
 ) -> torch.Tensor | None:
     """Quantize k [T, H, D] and v [T, H, Dv] (any floating dtype and strides) and write token t to slot_mapping[t], in place.
@@ -31,17 +33,19 @@ def append_slots(
     rotate_keys   keys are stored Hadamard-rotated
     rope          (cos, sin), float32 [T, R/2], or a `halfbyte.kv_buffer.Rope`: apply rotary embedding to the first R elements of
                   each key
-    q             [T, Hq, D]: rotated by position too, on a GPU in the same launch; returned as a new tensor
+    q             [T, Hq, D]: rotated by position and transformed too, on a GPU in the same launch; returned as a new tensor
+    transform     of calibrated keys (`KeyTransform`): keys are multiplied by a matrix and shifted, after rope
 
     Lengths and page tables stay with the engine. On a CPU NaN, infinity and slots beyond the pages raise `InvalidArgument`, and
     nothing changes. On a GPU a block with NaN or infinity becomes NaN, and tokens with slots beyond the pages are not written.
     """
-    for name, buffer in (("keys", keys), ("values", values)):
-        if not isinstance(buffer, KVBuffer):
-            raise InvalidArgument(f"{name} is a {type(buffer).__name__}; expected a KVBuffer (PageLayout.buffers)")
+    if not isinstance(keys, KVBuffer):
+        raise _no_buffer("keys", keys)
+    if not isinstance(values, KVBuffer):
+        raise _no_buffer("values", values)
     measure = "tensor" in (keys.format.granularity, values.format.granularity)
     rotation = None if rope is None else rope_of(rope)
-    c = AppendCall(k, v, keys, values, slot_mapping, None, None, rotate_keys, rotation, q, measure, by_slot=True, impl=impl)
+    c = AppendCall(k, v, keys, values, slot_mapping, None, None, rotate_keys, rotation, q, measure, True, None, transform, impl)
     signature = APPEND.signature(c)
     results: tuple[torch.Tensor, ...] | None = None if signature is None else replay(signature)
     if results is None:
@@ -50,6 +54,10 @@ def append_slots(
     else:
         rotated = results[0] if results else None
     return None if rotated is None else rotated.squeeze(2)
+
+
+def _no_buffer(name: str, value: object) -> InvalidArgument:
+    return InvalidArgument(f"{name} is a {type(value).__name__}; expected a KVBuffer (PageLayout.buffers)")
 
 
 def _check(c: AppendCall) -> None:
@@ -68,7 +76,9 @@ def _check(c: AppendCall) -> None:
     if rope is not None:
         check_rope(rope, k, (len(k),))
     if q is not None:
-        check_query(q, (len(k), "Hq", keys.dim), rope, device)
+        check_query(c, (len(k), "Hq", keys.dim))
+    if c.transform:
+        check_transform(c)
 
 
 def _as_sequences(c: AppendCall) -> AppendCall:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from halfbyte.formats import KV_FORMATS
 from halfbyte.plans.compiled_for import CompiledFor
@@ -12,6 +11,8 @@ from halfbyte.plans.kv_codec import KVCodec, kv_codec, padded
 
 #: Elements of a tile, 4 or 8 per thread. A warp that has one head of 128 reduces it in one instruction.
 TILE = 4096
+#: Largest heads that a program multiplies by a matrix, which it holds. Of up to FEW rows of smaller heads, each is a program's.
+LARGEST, FEW, ROWS = 256, 16, 16
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class AppendSpec(CompiledFor):
     keys, values   the formats
     k, v, q        the heads
     tokens, heads  of a tile; it passes `passes` times over the heads
+    by_head        a tile has tokens of several sequences and one head, which is multiplied by a matrix; then `query_rows` of q
     page           tokens of a page; 0: contiguous memory
     advance        the program that writes a sequence's tokens also advances its length
     sinks, recent  tokens that stay in 16 bits
@@ -66,13 +68,16 @@ class AppendSpec(CompiledFor):
     sinks: int
     recent: int
     through: bool
+    by_head: bool = False
+    query_rows: int = 0
 
 
 @dataclass(frozen=True)
 class AppendPlan:
     """The programs of an append.
 
-    tiles, blocks        programs per sequence; per head of it, for blocks of tokens (0: keys are not per channel)
+    tiles, blocks        programs per sequence, or of all sequences per head (`by_head`); per head of a sequence, for blocks of
+                         tokens (0: keys are not per channel)
     warps, block_warps   per program
     """
 
@@ -81,9 +86,16 @@ class AppendPlan:
     blocks: int
     warps: int
     block_warps: int
-    #: No workspace.
-    floats: ClassVar[int] = 0
-    counters: ClassVar[int] = 0
+
+    @property
+    def floats(self) -> int:
+        """Of workspace: one where there are counters."""
+        return min(1, self.counters)
+
+    @property
+    def counters(self) -> int:
+        """One for the programs of all heads that share sequences, the last of which advances their lengths."""
+        return self.tiles if self.spec.by_head and self.spec.advance else 0
 
     @property
     def launches(self) -> int:
@@ -104,19 +116,33 @@ def append_plan(
     advance: bool,
     use_pdl: bool,
     norm: tuple[str, float] = ("", 0.0),
+    rows: int = 0,
 ) -> AppendPlan:
     """`formats`, `dims`: of keys and of values. `page`: its tokens; 0: contiguous memory. `window`: sink and recent tokens in 16
-    bits. `rotary`: of `Head`, and whether interleaved. `advance`: if a sequence has one program. `norm`: its kind and eps."""
+    bits. `rotary`: of `Head`, and whether interleaved. `advance`: if a sequence has one program. `norm`: its kind and eps. `rows`:
+    tokens of all sequences, of keys that are multiplied by a matrix (`takes_matrix`); 0: of others."""
     (dim, value_dim), (keys, values) = dims, (kv_codec(KV_FORMATS[name]) for name in formats)
     count, some, passes, warps = _tiling(heads, tokens, max(map(_row, dims)))
     tiles, block, head = -(-tokens // count), dim & -dim, head_of(dim, rotary, norm)
+    if rows:
+        count, some, passes, warps = 1 if rows <= FEW and head.padded < LARGEST else ROWS, 1, 1, max(1, head.padded // 16)
+        tiles, advance = -(-rows // count), advance and count % tokens == 0
     q = replace(head, queries=bool(norm[0]))
     k = replace(head, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else head
     v = Head(value_dim, _row(value_dim))
     through = tokens > window[1]
-    spec = AppendSpec(keys, values, k, v, q, count, some, passes, page, advance and tiles == 1, use_pdl, *window, through)
+    advance = advance and (tiles == 1 or rows > 0)
+    spec = AppendSpec(
+        keys, values, k, v, q, count, some, passes, page, advance, use_pdl, *window, through, rows > 0, ROWS if rows else 0
+    )
     blocks = -(-(keys.block - 1 + tokens) // keys.block) if keys.block else 0
     return AppendPlan(spec, tiles, blocks, warps, _warps(keys.block * k.padded, 256, 8))
+
+
+def takes_matrix(formats: tuple[str, str], dims: tuple[int, int]) -> bool:
+    """Whether programs of single heads quantize such keys and values, and hold products of such heads."""
+    spreads = {kv_codec(KV_FORMATS[name]).spread for name in formats}
+    return spreads <= {"none", "head", "group"} and max(map(_row, dims)) <= LARGEST
 
 
 def head_of(dim: int, rotary: tuple[int, bool], norm: tuple[str, float]) -> Head:

@@ -37,9 +37,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
 from halfbyte.errors import HalfbyteError, Unsupported
+from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.compiling import cache_folder
+from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.plans.prompts import MOST_SCRATCH, bucket, groups
+from halfbyte.tensors import KeyTransform
+from halfbyte.vllm.calibrated import layer_transform
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
 from halfbyte.vllm.prompts import FlashPrompts, Ragged, flash_prompts
@@ -228,8 +232,11 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             config.cache_config.kv_cache_dtype_skip_layers,
         )
         longest, scheduler = config.model_config.max_model_len, config.scheduler_config
+        self._model_config = config.model_config
         self._scratch_tokens = min(longest + scheduler.max_num_batched_tokens, MOST_SCRATCH)
         self.prompts: FlashPrompts | None = None
+        self.transform: KeyTransform | None = None
+        self._slots: torch.Tensor | None = None
         speculation = config.speculative_config
         drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
         if getattr(speculation, "parallel_drafting", False) and not getattr(config, "use_v2_model_runner", False):
@@ -245,6 +252,9 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         index = extract_layer_index(self.kv_sharing_target_layer_name or name)
         in_16_bits = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)
         self.formats = layer_formats(self.options, self.pair, index, in_16_bits, act_dtype)
+        if self.options.calibration is not None and KV_FORMATS[self.formats.keys].is_quantized:
+            self.transform = layer_transform(self, layer, self._model_config, index, act_dtype)
+            self.formats = replace(self.formats, rotate_keys=False)
         layer.attn_backend = _backend_of(backend_name(self.formats.keys, self.formats.values))
         if self.alibi_slopes is not None:  # buffers outlast a sleep of level 2
             layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
@@ -278,7 +288,10 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Store this step's keys and values. Slots are -1 for padding."""
+        """Store this step's keys and values, calibrated ones together with queries in `forward`. Slots are -1 for padding."""
+        if self.transform is not None:
+            self._slots = slot_mapping
+            return
         tokens = slot_mapping.shape[0]
         keys, values = self.buffers(layer, kv_cache)
         append_slots(key[:tokens], value[:tokens], keys, values, slot_mapping, rotate_keys=self.formats.rotate_keys)
@@ -304,6 +317,10 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         if not self._warm and key is not None and attn_metadata.parts:  # vLLM's warm-up has come to attention
             self._warm = True
             warm_up(self, self._limits, query, key, value, (keys, values), attn_metadata.parts[0].page_table)
+        if self.transform is not None:
+            query = self._store_calibrated(self.transform, query, key, value, (keys, values))
+            if any(part.exact for part in attn_metadata.parts) and key is not None:
+                key = transform_heads(key.unsqueeze(2), self.transform.keys, self.transform.shift).squeeze(2)
         for part in attn_metadata.parts:
             q, out = query[part.rows], output[part.rows]
             new = (key[part.rows], value[part.rows]) if part.exact and key is not None else None
@@ -313,6 +330,14 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             else:
                 self.attend_codes(cache, part.cu_seqlens_q, part.max_query_len, q, new, out)
         return output
+
+    def _store_calibrated(self, transform: KeyTransform, query: Any, key: Any, value: Any, sides: tuple[KVBuffer, KVBuffer]) -> Any:
+        """Store this step's keys and values in one launch with its queries, which come back as they read such keys."""
+        slots, self._slots = self._slots, None
+        if slots is None:  # the keys are those of another layer
+            return transform_heads(query.unsqueeze(2), transform.queries).squeeze(2)
+        query, key, value = (x[: len(slots)] for x in (query, key, value))
+        return append_slots(key, value, *sides, slots, q=query, transform=transform)
 
     def attend_codes(
         self,

@@ -11,6 +11,7 @@ from vllm.config import get_current_vllm_config
 from halfbyte.cache_plan import CachePlan, LayerFormats, read_plan
 from halfbyte.engine import PAGE_FORMATS, PageLayout, page_layouts
 from halfbyte.errors import Unsupported, check
+from halfbyte.vllm.calibrated import check_calibration
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 
 #: Formats of keys and values; None in the backend of cache plans.
@@ -23,11 +24,13 @@ class Options(NamedTuple):
     prefill      "cache": every key is read as it is stored; "exact": a chunk attends to its own 16-bit keys
     rotate_keys  keys are stored Hadamard-rotated, for outliers
     plan         a cache plan, or its file, by `halfbyte calibrate`: each layer has formats of its own
+    calibration  a file of calibrated keys, by `halfbyte calibrate`, with which quantized keys are stored; a plan names its own
     """
 
     prefill: str = "cache"
     rotate_keys: bool = False
     plan: CachePlan | str | None = None
+    calibration: str | None = None
 
     @classmethod
     def current(cls, pair: Pair) -> Options:
@@ -47,9 +50,17 @@ class Options(NamedTuple):
             f"halfbyte option plan={options.plan!r} with formats {pair} of the backend: a plan goes with attention backend {PLAN}, "
             f"and only there",
         )
-        plan = options.plan
-        check(plan is None or not options.rotate_keys, "halfbyte option rotate_keys: a plan says it for each layer; leave it out")
-        return options if plan is None else options._replace(plan=_fitting(plan, config.model_config))
+        plan, calibration = options.plan, options.calibration
+        for name, value in (("rotate_keys", options.rotate_keys), ("calibration", calibration)):
+            check(plan is None or not value, f"halfbyte option {name}: a plan says it for each layer; leave it out")
+        check(calibration is None or isinstance(calibration, str), f"halfbyte option calibration={calibration!r}; name a file")
+        check(calibration is None or not options.rotate_keys, "halfbyte option rotate_keys: calibrated keys are; leave it out")
+        if plan is not None:
+            fitting = _fitting(plan, config.model_config)
+            options = options._replace(plan=fitting, calibration=fitting.calibration or None)
+        if options.calibration is not None:
+            check_calibration(options.calibration, config.model_config)
+        return options
 
 
 def _check_skipped(config: Any) -> None:

@@ -12,19 +12,23 @@ Strides4 = tuple[int, ...]
 
 
 class Sequences(NamedTuple):
-    """What is known of each sequence, [B]."""
+    """What is known of each sequence, [B]. arrived: int32 counters, 0 between launches, where programs share sequences."""
 
     counts: Pointer
     lengths: torch.Tensor
+    arrived: Pointer = None
 
 
 class RopeTables(NamedTuple):
-    """Contiguous fp32 tables [L, D/2] or [B, L, D/2], and the weights [D] of norms before."""
+    """Contiguous fp32 tables [L, D/2] or [B, L, D/2], the weights [D] of norms before, and a `KeyTransform` behind."""
 
     cos: Pointer
     sin: Pointer
     q_weight: Pointer
     k_weight: Pointer
+    q_matrix: Pointer = None
+    k_matrix: Pointer = None
+    shift: Pointer = None
 
 
 class Stored(NamedTuple):

@@ -23,21 +23,24 @@ def plan_of(c: AppendCall, advance: bool, use_pdl: bool) -> AppendPlan:
     window = c.values.sink_tokens, c.values.recent_tokens
     norm = ("", 0.0) if c.norms is None else (c.norms.kind, c.norms.eps)
     rotary = (0, False) if c.rope is None else (2 * c.rope.cos.shape[-1], c.rope.interleaved)
-    return append_plan(formats, heads, tokens, (dim, c.v.shape[3]), page, window, c.rotate_keys, rotary, advance, use_pdl, norm)
+    facts = (formats, heads, tokens, (dim, c.v.shape[3]), page, window, c.rotate_keys, rotary, advance, use_pdl, norm)
+    return append_plan(*facts, len(c.k) * tokens if c.transform else 0)
 
 
 def launches(c: AppendCall, plan: AppendPlan, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]) -> list[Launch]:
     """The launches of an append, in order; nothing of it may be empty.
 
     `counts` and the tables of `rope` are contiguous. `c.measure`: scales of whole tensors that are 0 are measured first. results:
-    memory for q rotated, contiguous, if there is a q. workspace: none.
+    memory for what q becomes, contiguous, if there is a q. workspace: counters, where the plan has some.
     """
     (batch, heads, tokens, _), (pool, _, rows, _) = c.k.shape, c.keys.codes.shape
     pages = pool if c.by_slot else 1 if c.page_table is None else c.page_table.shape[1]
     weights = (None, None) if c.norms is None else c.norms[:2]
     cos, sin = (None, None) if c.rope is None else c.rope[:2]
-    sequences, rope = Sequences(c.counts, c.lengths), RopeTables(cos, sin, *weights)
-    sizes = Sizes(tokens, heads, plan.tiles if plan.tiles > 1 else None, rows * pages, c.lengths.stride(0))
+    k_matrix, q_matrix, shift = c.transform or (None, None, None)
+    sequences, rope = Sequences(c.counts, c.lengths, *workspace[1:]), RopeTables(cos, sin, *weights, q_matrix, k_matrix, shift)
+    tiles = plan.tiles if plan.tiles > 1 or plan.spec.by_head else None
+    sizes = Sizes(tokens, heads, tiles, rows * pages, c.lengths.stride(0))
     paging = Paging(pool, *(0, 0) if c.page_table is None else c.page_table.stride())
     rope_stride = cos.stride(0) if cos is not None and cos.ndim == 3 else 0
     k_strides, v_strides = c.k.stride(), c.v.stride()
@@ -63,7 +66,10 @@ def launches(c: AppendCall, plan: AppendPlan, results: Sequence[torch.Tensor], w
         grid = (batch * heads * plan.blocks,)
         some.append(Launch(append_blocks, grid, arguments, {**options, "num_warps": plan.block_warps}))
     query_heads = 0 if c.q is None else c.q.shape[1]
-    programs = batch * plan.tiles - (-batch * tokens * query_heads // (plan.spec.tokens * plan.spec.heads))
+    if plan.spec.by_head:
+        programs = heads * (plan.tiles - (-batch * tokens * (query_heads // heads) // plan.spec.query_rows))
+    else:
+        programs = batch * plan.tiles - (-batch * tokens * query_heads // (plan.spec.tokens * plan.spec.heads))
     tails = [None if c.values.tail is None else b.tail for b in (c.keys, c.values)]
     arguments = (c.k, c.v, c.q, results[0] if results else None, sequences, c.page_table, rope, keys, values, Tails(*tails), amax)
     arguments += (
@@ -80,7 +86,8 @@ def launches(c: AppendCall, plan: AppendPlan, results: Sequence[torch.Tensor], w
         Tails(*(None if t is None else strides4(t) for t in tails)),
         plan.spec,
     )
-    some.append(Launch(append_tokens, (programs,), arguments, {**options, "num_warps": plan.warps, "maxnreg": 128}))
+    registers = {} if plan.spec.by_head else {"maxnreg": 128}
+    some.append(Launch(append_tokens, (programs,), arguments, {**options, **registers, "num_warps": plan.warps}))
     return some
 
 

@@ -1,21 +1,19 @@
-"""Heads transformed on their own: values before an append, what attention makes of rotated values, calibrated keys and queries.
+"""Heads transformed on their own: values before an append, what attention makes of rotated values, calibrated keys of a prompt.
 
     out[r, :] = x[r, :] H                  H as in reference/hadamard.py, symmetric and its own inverse
-    out[r, :] = (x[r, :] - c[h]) M[h]      h the KV head of row r
+    out[r, :] = x[r, :] M[h] + s[h]      h the KV head of row r
 
 Rotated, a program takes some of the B * H * L rows. Sums are in fp32, in the order of the reference, and rounded once: same bits.
-Times a matrix, it takes rows of one KV head and some columns, on tensor cores, as three products of TF32: nearly fp32.
+Times a matrix, it takes rows of one KV head and some columns, on tensor cores: exact products in 16 bits, or
+three of TF32, nearly fp32.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.append.arguments import RopeTables
 from halfbyte.kernels.append.rows import load_rows, rotate
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.plans.append import head_of
@@ -58,48 +56,43 @@ def launch(x: torch.Tensor, out: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "rows", "rope_stride"])
+@triton.jit(do_not_specialize=["heads", "tokens", "rows"])
 def transform_rows(
     x, strides,  # [B, H, L, D] and its strides
-    rope, rope_stride,
-    matrix, center,  # fp32 [H / GROUP, D, D]; fp32 [H / GROUP, D], or None
+    matrix, shift,  # [H / GROUP, D, D]; fp32 [H / GROUP, D], or None
     out,  # [B, H, L, D], contiguous
     heads, tokens, rows,
     HEAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the B * GROUP * L rows of a KV head, COLUMNS of the result."""
-    DIM: tl.constexpr = HEAD.dim
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    d = tl.arange(0, HEAD.padded)
     token, head = row % tokens, kv * GROUP + row // tokens % GROUP
     b, real = (row // tokens // GROUP).to(tl.int64), row < rows
-    inside = (d < DIM)[:, None] & (column < DIM)[None, :]
-    factors = tl.load(matrix + kv * DIM * DIM + d[:, None] * DIM + column[None, :], mask=inside, other=0.0)
-    numbers = load_rows(x, strides, b, token, head, real, rope, rope_stride, HEAD)
-    if center is not None:
-        numbers -= tl.load(center + kv * DIM + d, mask=d < DIM, other=0.0)[None, :]
-    sums = tl.dot(numbers, factors, input_precision="tf32x3")
-    to = ((b * heads + head) * tokens + token) * DIM
-    tl.store(out + to[:, None] + column[None, :], rounded(sums, out, INTERPRETED), mask=real[:, None] & (column < DIM)[None, :])
+    d, column = tl.arange(0, HEAD.padded), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (d < HEAD.dim)[:, None] & (column < HEAD.dim)[None, :]
+    factors = tl.load(matrix + kv * HEAD.dim * HEAD.dim + d[:, None] * HEAD.dim + column[None, :], mask=inside, other=0.0)
+    numbers = load_rows(x, strides, b, token, head, real, None, 0, HEAD)
+    if factors.dtype == x.dtype.element_ty and factors.dtype != tl.float32 and not INTERPRETED:
+        sums = tl.dot(numbers.to(factors.dtype), factors)
+    else:
+        sums = tl.dot(numbers, factors.to(tl.float32), input_precision="tf32x3")
+    if shift is not None:
+        sums += tl.load(shift + kv * HEAD.dim + column, mask=column < HEAD.dim, other=0.0)[None, :]
+    to = ((b * heads + head) * tokens + token) * HEAD.dim
+    mask = real[:, None] & (column < HEAD.dim)[None, :]
+    tl.store(out + to[:, None] + column[None, :], rounded(sums, out, INTERPRETED), mask=mask)
 
 
 def launch_product(call: TransformCall, out: torch.Tensor) -> None:
     """x of a call, in fp16, bf16 or fp32, times its matrix, into out, contiguous. Nothing is empty."""
-    x, matrix, rope, norms = call.x, call.matrix, call.rope, call.norms
+    x, matrix = call.x, call.matrix
     assert matrix is not None
     (_, heads, tokens, dim), kv_heads = x.shape, matrix.shape[0]
-    rows = x.numel() // dim // kv_heads
-    rotary = (0, False) if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
-    head = head_of(dim, rotary, ("", 0.0) if norms is None else (norms.kind, norms.eps))
-    head = replace(head, queries=call.queries and norms is not None)
-    cos, sin = (None, None) if rope is None else (rope.cos.contiguous(), rope.sin.contiguous())
-    weights = (None, None) if norms is None else norms[:2]
-    rope_stride = cos.stride(0) if cos is not None and cos.ndim == 3 else 0
+    rows, head = x.numel() // dim // kv_heads, head_of(dim, (0, False), ("", 0.0))
     width = min(head.padded, _COLUMNS)
     transform_rows[(triton.cdiv(rows, _ROWS), kv_heads, triton.cdiv(dim, width))](
-        x, x.stride(), RopeTables(cos, sin, *weights), rope_stride, matrix.float(), call.center, out, heads, tokens, rows,
+        x, x.stride(), matrix, call.shift, out, heads, tokens, rows,
         HEAD=head, GROUP=heads // kv_heads, ROWS=_ROWS, COLUMNS=width, INTERPRETED=INTERPRETED,
         num_warps=4, enable_fp_fusion=False, enable_reflect_ftz=False,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfbyte.kernels.common.codes import INTERPRETED
 from halfbyte.kernels.common.encode import (
     INF,
     MIN,
@@ -17,6 +18,8 @@ from halfbyte.kernels.common.encode import (
     nearest,
     quotient,
 )
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 # ------------------------------------------------------------------------------------------------------- reading new tokens
 
@@ -113,8 +116,31 @@ def rotate_neighbors(x, t, b, rope, rope_stride, wanted, HEAD: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
-    """f32 rows [R, padded] of token t [R], head h [R], zero where not `wanted` [R] and beyond D: normalized, RoPE, the rotation."""
+def load_matrix(matrix, kv, HEAD: tl.constexpr):
+    """The matrix [padded, padded] of KV head `kv`, zero beyond D."""
+    d = tl.arange(0, HEAD.padded)
+    inside = (d < HEAD.dim)[:, None] & (d < HEAD.dim)[None, :]
+    return tl.load(matrix + kv * HEAD.dim * HEAD.dim + d[:, None] * HEAD.dim + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def times_matrix(x, m):
+    """f32 rows `x` [R, padded] of numbers in the type of `m` [padded, padded], times it."""
+    if x.shape[0] == 1:  # nothing goes through shared memory but a row
+        y = tl.sum(tl.reshape(x, [x.shape[1], 1]) * m.to(tl.float32), 0)[None, :]
+    elif _INTERPRETED:
+        y = tl.dot(x, m.to(tl.float32))
+    else:
+        y = tl.dot(x.to(m.dtype), m)
+    return y
+
+
+@triton.jit
+def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr, m=None):
+    """f32 rows [R, padded] of token t [R], head h [R], zero where not `wanted` [R] and beyond D: normalized, RoPE, the rotation.
+
+    m: a matrix [padded, padded] between the last two, of keys of one head h.
+    """
     d = tl.arange(0, HEAD.padded)
     rows = x + (b * s[0] + h.to(tl.int64) * s[1] + t.to(tl.int64) * s[2])
     mask = wanted[:, None] & (d < HEAD.dim)[None, :]
@@ -131,18 +157,31 @@ def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
             result = rotate_by_position(result, rows, s[3], t, b, rope, rope_stride, mask, scale, HEAD)
         if value.dtype == tl.float16 or value.dtype == tl.bfloat16:
             result = as_dtype(result, value.dtype).to(tl.float32)
+    if m is not None:
+        result = times_matrix(result, m)
+        if rope.shift is not None:
+            result += tl.load(rope.shift + h * HEAD.dim + d, mask=d < HEAD.dim, other=0.0)[None, :]
     if HEAD.hadamard > 0:
         result = rotate(result, HEAD.hadamard, HEAD.factor)
     return result
 
 
 @triton.jit
-def rotate_queries(q, s, out, tile, batch, L, H, rope, rope_stride, R: tl.constexpr, HEAD: tl.constexpr):
-    """R rows of q [B, H, L, D], the heads of a token one after the other, rotated by position into `out`, contiguous."""
+def rotate_queries(q, s, out, tile, batch, L, H, rope, rope_stride, R: tl.constexpr, HEAD: tl.constexpr, kv=None, heads=0, m=None):
+    """R rows of q [B, H, L, D], the heads of a token one after the other, rotated by position into `out`, contiguous.
+
+    m: then times a matrix, of KV head `kv` of `heads`, whose queries the rows are.
+    """
     r = tile * R + tl.arange(0, R)
-    b, t, h = (r // H // L).to(tl.int64), r // H % L, r % H
-    ok = r < batch * L * H
-    x = load_rows(q, s, b, t, h, ok, rope, rope_stride, HEAD)
+    if m is None:
+        b, t, h = (r // H // L).to(tl.int64), r // H % L, r % H
+        ok = r < batch * L * H
+        x = load_rows(q, s, b, t, h, ok, rope, rope_stride, HEAD)
+    else:
+        group = H // heads
+        b, t, h = (r // group // L).to(tl.int64), r // group % L, kv * group + r % group
+        ok = r < batch * L * group
+        x = times_matrix(load_rows(q, s, b, t, h, ok, rope, rope_stride, HEAD), m)
     d = tl.arange(0, HEAD.padded)
     rows = out + ((b * H + h) * L + t) * HEAD.dim
     tl.store(rows[:, None] + d[None, :], as_dtype(x, out.dtype.element_ty), mask=ok[:, None] & (d < HEAD.dim)[None, :])

@@ -4,8 +4,9 @@ Token i of sequence b goes to position lengths[b] + i. `encode.py` has the arith
 
 A program takes C.tokens new tokens of one sequence with all their heads, keys and values, as a tile [tokens * heads, D]; sequences
 of few new tokens have one program each, which then also advances the length. Behind those, in the same launch, come programs for
-queries that are to be rotated by position like the keys. Per-channel keys have a kernel of their own: a program takes one block of
-tokens of one head, from the tail and from what is new, and quantizes it once it is whole.
+queries that are to be rotated by position like the keys. Keys that are multiplied by a matrix are taken head by head, the tokens of
+several sequences at once, and the last program to arrive advances lengths. Per-channel keys have a kernel of their own: a program
+takes one block of tokens of one head, from the tail and from what is new, and quantizes it once it is whole.
 
 Tokens beyond the capacity or whose page is not in the pool are not written, but counted in the length. Under a scale of a whole
 tensor, what saturates is counted, NaN and infinity with it.
@@ -21,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.append.arguments import Paging, Sizes
 from halfbyte.kernels.append.rows import (
+    load_matrix,
     load_rows,
     new_tokens,
     rotate_queries,
@@ -37,13 +39,23 @@ _SIZES_AND_PAGING = (*_SIZES, *Paging._fields)
 
 
 @triton.jit
-def _tile(pid, tiles, C: tl.constexpr):
-    """(sequence, token and head of each row) of a program; a sequence has so many `tiles`, None: one."""
+def _tile(pid, tiles, batch, tokens, C: tl.constexpr):
+    """(sequence, token and head of each row) of a program; a sequence has so many `tiles`, None: one.
+
+    Times a matrix, a head has so many, and a program one head; rows beyond the last sequence are tokens that no sequence has.
+    """
     r = tl.arange(0, C.tokens * C.heads)
-    b, t = pid, r // C.heads
-    if tiles is not None:  # a division takes long, and no load has been issued yet
-        b, t = pid // tiles, (pid % tiles) * C.tokens + t
-    return b.to(tl.int64), t, (r % C.heads).to(tl.int64)
+    if C.by_head:
+        row = pid % tiles * C.tokens + r
+        real = row < batch * tokens
+        b, t = tl.where(real, row // tokens, 0).to(tl.int64), tl.where(real, row % tokens, tokens)
+        head = pid // tiles
+    else:
+        b, t = pid, r // C.heads
+        if tiles is not None:  # a division takes long, and no load has been issued yet
+            b, t = pid // tiles, (pid % tiles) * C.tokens + t
+        b, head = b.to(tl.int64), r % C.heads
+    return b, t, head.to(tl.int64)
 
 
 @triton.jit
@@ -81,11 +93,22 @@ def append_tokens(
     Q: tl.constexpr = C.q
     WITH_KEYS: tl.constexpr = KEYS.block == 0
     pid = tl.program_id(0)
-    b, t, head = _tile(pid, tiles, C)
+    b, t, head = _tile(pid, tiles, batch, tokens, C)
+    m = None
+    if C.by_head:  # no launch writes matrices: they are read before those ahead have ended
+        if q is not None and pid >= heads * tiles:
+            tile, kv = (pid - heads * tiles) // heads, (pid - heads * tiles) % heads
+            m = load_matrix(rope.q_matrix, kv.to(tl.int64), Q)
+            if C.use_pdl:
+                gdc_wait()
+                gdc_launch_dependents()
+            rotate_queries(q, q_strides, q_out, tile, batch, tokens, query_heads, rope, rope_stride, C.query_rows, Q, kv, heads, m)
+            return
+        m = load_matrix(rope.k_matrix, head, K)
     if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
-    if q is not None:
+    if q is not None and not C.by_head:
         first = batch if tiles is None else batch * tiles
         if pid >= first:
             rotate_queries(q, q_strides, q_out, pid - first, batch, tokens, query_heads, rope, rope_stride, C.tokens * C.heads, Q)
@@ -109,19 +132,28 @@ def append_tokens(
         h = head + i * C.heads
         read = (t < tokens) & (h < heads)  # the length is on its way meanwhile; what does not fit is not stored
         ok = paged & (h < heads)
+        if C.by_head:  # on their way while keys are multiplied
+            y = rows_to_encode(v, v_strides, tails.v, tail_strides.v, b, t, h, length, read, rope, rope_stride, V, C)
         if WITH_KEYS:
-            x = rows_to_encode(k, k_strides, tails.k, tail_strides.k, b, t, h, length, read, rope, rope_stride, K, C)
-        y = rows_to_encode(v, v_strides, tails.v, tail_strides.v, b, t, h, length, read, rope, rope_stride, V, C)
+            x = rows_to_encode(k, k_strides, tails.k, tail_strides.k, b, t, h, length, read, rope, rope_stride, K, C, m)
+        if not C.by_head:
+            y = rows_to_encode(v, v_strides, tails.v, tail_strides.v, b, t, h, length, read, rope, rope_stride, V, C)
         if WITH_KEYS:
             store_rows(x, where, row, h, ok, k_top, k_scale, keys, keys_strides, K.dim, KEYS)
         store_rows(y, where, row, h, ok, v_top, v_scale, values, values_strides, V.dim, VALUES)
         if C.sinks + C.recent > 0:
             tl.debug_barrier()  # every warp has read what leaves
-            keep_rows(k, k_strides, tails.k, tail_strides.k, b, t, h, length, fit, read, rope, rope_stride, K, C)
+            keep_rows(k, k_strides, tails.k, tail_strides.k, b, t, h, length, fit, read, rope, rope_stride, K, C, m)
             keep_rows(v, v_strides, tails.v, tail_strides.v, b, t, h, length, fit, read, rope, rope_stride, V, C)
-    if C.advance:  # one program a sequence: once all its warps have read the length
+    if C.advance:  # once all warps, and the programs of all heads, have read the length and computed with it
         tl.debug_barrier()
-        tl.store(sequences.lengths + b * lengths_stride, length + new)
+        if C.by_head:
+            arrived = sequences.arrived + pid % tiles
+            if tl.atomic_add(arrived, 1, sem="relaxed") == heads - 1:
+                tl.store(sequences.lengths + b * lengths_stride, length + new, mask=t == 0)
+                tl.store(arrived, 0)
+        else:
+            tl.store(sequences.lengths + b * lengths_stride, length + new)
 
 
 @triton.jit
@@ -142,7 +174,7 @@ def measure_tensors(
     if C.use_pdl:
         gdc_launch_dependents()
         gdc_wait()
-    b, t, head = _tile(tl.program_id(0), tiles, C)
+    b, t, head = _tile(tl.program_id(0), tiles, 0, tokens, C)
     fit = new_tokens(sequences, lengths_stride, b, tokens, capacity)[2]
     if C.keys.spread == "tensor":
         _measure_tensor(amax, k_scales, k, k_strides, b, t, head, fit, heads, rope, rope_stride, K, C)
