@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +13,17 @@ import torch
 
 from halfbyte import KVCache
 from halfbyte.device import H200
-from halfbyte.ops import _decode_on_gpu, _library, _linear_on_gpu, launch_cache
+from halfbyte.ops import _decode_on_gpu, _fused, _library, _linear_on_gpu, launch_cache
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
+from halfbyte.plans import plan as level_plan
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.settings import runs_torch_code
+
+#: Where portable kernels are launched.
+PORTABLE: dict[Any, str] = {_decode_on_gpu: "_launch_portable", _linear_on_gpu: "_run_portable"}
 
 
 class Launches(dict[Any, Any]):
@@ -105,7 +111,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     watch_launches(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: gpu.jit(kernel, *args, **kwargs))
-    for module, portable in ((_decode_on_gpu, "_launch_portable"), (_linear_on_gpu, "_run_portable")):
+    for module, portable in PORTABLE.items():
         monkeypatch.setattr(module, portable, lambda *_: gpu.first.append(((), ())))
     for name, value in (("shared", gpu.shared), ("floats", lambda *_: gpu.floats), ("counters", lambda *_: gpu.counters)):
         monkeypatch.setattr(launch_cache, name, value)
@@ -119,6 +125,74 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.device.type == "cpu"))
     return gpu
+
+
+@dataclass
+class Variants:
+    """What the JIT would compile, by its own key."""
+
+    keys: set[tuple[str, str, str]] = field(default_factory=set)
+    binders: dict[Any, Any] = field(default_factory=dict)
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Compiled:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        if kernel not in self.binders:
+            backend = make_backend(GPUTarget("cuda", 90, 32))
+            self.binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, rest = self.binders[kernel](*args, **options)
+        self.keys.add((kernel.__name__, str(specialization), str(rest)))
+        return Compiled()
+
+
+def pretend_compiler(monkeypatch: pytest.MonkeyPatch) -> Variants:
+    """`pretend_gpu` of an H200 whose JIT writes down what it would compile, of ops, and of portable kernels too."""
+    from triton.runtime.jit import JITFunction
+
+    portable = {module: getattr(module, name) for module, name in PORTABLE.items()}
+    pretend_gpu(monkeypatch)
+    for module, name in PORTABLE.items():
+        monkeypatch.setattr(module, name, portable[module])
+    for name, dtype in (("floats", torch.float32), ("counters", torch.int32)):
+        monkeypatch.setattr(launch_cache, name, lambda _, size, own=False, dtype=dtype: torch.zeros(size, dtype=dtype))
+    monkeypatch.setattr(launch_cache, "shared", lambda *_: None)  # nothing is replayed
+    recorded = Variants()
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **options: recorded.run(kernel, *args, **options))
+    monkeypatch.setattr(_decode_on_gpu, "gpu", lambda index: H200)
+    monkeypatch.setattr(_decode_on_gpu, "_index", lambda q: 0)
+    return recorded
+
+
+def pretend_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op takes the level that it has on a GPU, but in `torch_code`; torch's fused attention is there, and nothing waits."""
+    own = _library.level
+
+    def level(op: str, impl: str, device: torch.device) -> str:
+        return own(op, impl, device) if runs_torch_code() else level_plan(op, impl, "cuda").level
+
+    def kernel_level(op: str, impl: str, x: torch.Tensor, name: str = "x") -> str:
+        best = level(op, impl, x.device)
+        return "auto" if impl == "auto" and best == "gluon" else best
+
+    for name in ("append", "block", "block_linear", "dequantize", "greedy", "transform_heads", "merge_states"):
+        monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "level", level)
+    for name in ("append", "block"):
+        monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "pairs_launches", lambda device: True)
+
+    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Any) -> Any:
+        return (torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)) if _fused._suits(q, k, v, o) else None
+
+    monkeypatch.setattr(_fused, "causal", causal)
+    monkeypatch.setattr(linear_op, "kernel_level", kernel_level)
+    for name in ("decode_attention", "prefill_attention"):
+        module = importlib.import_module(f"halfbyte.ops.{name}")
+        monkeypatch.setattr(module, "level_of", lambda impl, q: kernel_level("decode_attention", impl, q))
+    monkeypatch.setattr(_linear_on_gpu, "at_hand", lambda *_: True)
+    monkeypatch.setattr("halfbyte.cache.prepare", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -327,7 +328,7 @@ def test_other_processes_compile_what_a_launch_then_finds(tmp_path: Path, monkey
     other.chmod(0o755)
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))
     assert parallel._assembler(90) == ours
-    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
     ahead = parallel.Ahead((9, 0))
     for c in (*some, *some):
         ahead.add(c)
@@ -355,7 +356,7 @@ def test_a_block_that_only_compiles_loads_what_it_compiled(monkeypatch: pytest.M
 
     monkeypatch.setattr(type(add), "run", run)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(parallel, "_cores", lambda: 1)
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
     x = torch.zeros(64)
     with parallel.compile_only(wait=True):
         for block in (64, 64, 128):
@@ -364,12 +365,111 @@ def test_a_block_that_only_compiles_loads_what_it_compiled(monkeypatch: pytest.M
     assert runs == [(True, 64), (True, 128)]
 
 
-def test_where_no_process_starts_launches_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_variants(count: int) -> list[Configuration]:
+    """Some that take seconds each."""
+    return [c for c in importlib.import_module("variants.linear").configurations() if 90 in c.targets][:count]
+
+
+def is_running(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ends(group: int) -> bool:
+    """Whether no process of a group is left within ten seconds."""
+    deadline = time.monotonic() + 10
+    while is_running(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(group)
+
+
+CALLER = """
+import sys, time
+sys.path[:0] = {path!r}
+from test_compiling import parallel, slow_variants
+parallel.cores = lambda: 2
+ahead = parallel.Ahead((9, 0))
+for c in slow_variants(4):
+    ahead.add(c)
+ahead.begin()
+ahead.wait(1)
+print(ahead.compilers.process.pid, flush=True)
+{then}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["sys.exit()", "time.sleep(60)"])
+def test_compilers_end_with_their_caller(then: str, tmp_path: Path) -> None:
+    """However it ends; and Ctrl-C, which a terminal sends to all processes of a group, does not reach them."""
+    script = CALLER.format(path=sys.path, then=then)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as caller:
+        assert caller.stdout is not None
+        group = int(caller.stdout.readline())
+        if "sleep" in then:
+            assert is_running(group)
+            assert group != os.getpgid(caller.pid)
+            caller.kill()
+    assert ends(group)
+
+
+def test_compilers_are_ended_by_an_error_where_kernels_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    run, groups = type(add).run, list[int]()
+
+    def interrupted() -> None:
+        with parallel.compile_only(wait=False) as ahead:
+            for c in slow_variants(2):
+                ahead.add(c)
+            assert ahead.compilers is not None
+            groups.append(ahead.compilers.process.pid)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert ends(groups[0])
+    assert type(add).run is run
+
+
+@pytest.mark.slow
+def test_a_stamp_says_that_all_were_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even in two parts; the first of them can be waited for alone. A fork of this process that ends leaves the compilers alone."""
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    stamp = tmp_path / "stamp"
+    for expected in (3, 0):
+        ahead = parallel.Ahead((9, 0), stamp)
+        for c in slow_variants(2):
+            ahead.add(c)
+        ahead.begin(is_last=False)
+        ahead.add(slow_variants(3)[2])
+        assert len(ahead.jobs) == expected
+        ahead.begin()
+        if expected:
+            ahead.wait(1)
+            assert ahead.jobs[0].stamp.exists()
+            assert not stamp.exists()
+            assert ahead.compilers is not None
+            parallel._end(ahead.compilers.process, os.getpid() + 1)
+        ahead.wait(expected + 1)
+        assert stamp.exists()
+        stamp.unlink()
+
+
+def test_where_no_process_starts_launches_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel.sys, "executable", "")
-    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
     ahead = parallel.Ahead((9, 0))
     for c in [c for c in importlib.import_module("variants.block").configurations() if 90 in c.targets][:2]:
         ahead.add(c)
     ahead.begin()
     assert len(ahead.jobs) == 2
     assert not list(ahead.results())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ahead.finish()
+    assert all(job.stamp.exists() for job in ahead.jobs)

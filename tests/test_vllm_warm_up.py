@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -14,39 +13,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
-
 import halfbyte
 from halfbyte.cache_plan import LayerFormats
-from halfbyte.device import H200
 from halfbyte.engine import PagedView, PageLayout, attention_varlen, unpack_pages
-from halfbyte.ops import _decode_on_gpu, launch_cache
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import bucket, groups
 from halfbyte.vllm.warm_up import Limits, compile_linear, warm_up
-from pretended_gpu import Compiled, pretend_gpu
+from pretended_gpu import Variants, pretend_compiler
 
 LIMITS = Limits(requests=72, drafts=2, tokens=320, longest=1800)
 HEADS, KV_HEADS, DIM = 16, 8, 128
 SCRATCH = 2048
-
-
-@dataclass
-class Variants:
-    """What the JIT would compile, by its own key."""
-
-    keys: set[tuple[str, str, str]] = field(default_factory=set)
-    binders: dict[Any, Any] = field(default_factory=dict)
-    backend: Any = field(default_factory=lambda: make_backend(GPUTarget("cuda", 90, 32)))
-
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Compiled:
-        if kernel not in self.binders:
-            self.binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, self.backend)
-        _, specialization, rest = self.binders[kernel](*args, **options)
-        self.keys.add((kernel.__name__, str(specialization), str(rest)))
-        return Compiled()
 
 
 class Layer:
@@ -98,17 +75,8 @@ class Layer:
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> Variants:
-    portable = _decode_on_gpu._launch_portable
-    pretend_gpu(monkeypatch)
-    for name, dtype in (("floats", torch.float32), ("counters", torch.int32)):
-        monkeypatch.setattr(launch_cache, name, lambda _, size, own=False, dtype=dtype: torch.zeros(size, dtype=dtype))
-    monkeypatch.setattr(launch_cache, "shared", lambda *_: None)  # nothing is replayed
-    recorded = Variants()
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **options: recorded.run(kernel, *args, **options))
-    monkeypatch.setattr("halfbyte.kernels.compiling.parallel.compile_only", nullcontext)
-    monkeypatch.setattr(_decode_on_gpu, "_launch_portable", portable)
-    monkeypatch.setattr(_decode_on_gpu, "gpu", lambda index: H200)
-    monkeypatch.setattr(_decode_on_gpu, "_index", lambda q: 0)
+    recorded = pretend_compiler(monkeypatch)
+    monkeypatch.setattr("halfbyte.kernels.compiling.parallel.compile_only", lambda *_: nullcontext())
     monkeypatch.setattr(sys.modules["halfbyte.ops.unpack_pages"], "level", lambda *args: "triton")
     return recorded
 

@@ -6,7 +6,9 @@ There are at most five flags. Each is typed and read when it is needed; a bad va
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from halfbyte.errors import InvalidArgument, check
@@ -35,6 +37,25 @@ def check_half(dtype: str) -> str:
 def default_impl() -> str:
     """HALFBYTE_IMPL: the implementation that `impl="auto"` means, one of `IMPLS`; default `auto`, the best that runs."""
     return _choice("HALFBYTE_IMPL", IMPLS, "auto")
+
+
+#: Whether ops of this thread run torch code on a GPU, too.
+_TORCH_CODE: ContextVar[bool] = ContextVar("_TORCH_CODE", default=False)
+
+
+@contextmanager
+def torch_code() -> Iterator[None]:
+    """In this block ops of this thread run no kernel, whose compilation would take longer than the call: "auto" is torch code."""
+    before = _TORCH_CODE.set(True)
+    try:
+        yield
+    finally:
+        _TORCH_CODE.reset(before)
+
+
+def runs_torch_code() -> bool:
+    """Whether this thread is in a block of `torch_code`."""
+    return _TORCH_CODE.get()
 
 
 def pair_launches() -> bool:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad as _forward
 from halfbyte.device import gpu, supports_pdl
 from halfbyte.errors import Unsupported, warn_once
 from halfbyte.plans import GPU_LEVELS, LEVELS, plan
-from halfbyte.settings import default_impl, interpreted, pair_launches
+from halfbyte.settings import default_impl, interpreted, pair_launches, runs_torch_code
 from halfbyte.transforms import RefusingLibrary, refuse_transform
 
 NAMESPACE = "halfbyte"
@@ -57,6 +57,8 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def level(op: str, impl: str, device: torch.device) -> str:
     """The level that runs, as planned; warns once when a device has no kernel."""
+    if impl == "auto" and not _compiler.is_compiling() and runs_torch_code():  # which Dynamo cannot trace
+        return plan(op, impl, "cpu").level
     default = default_impl()
     if impl == "auto" and default in LEVELS[op]:
         impl = default

@@ -14,7 +14,7 @@ import torch
 from halfbyte.engine import PagedView, unpack_pages
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops._linear_on_gpu import rows_of_plans
-from halfbyte.ops.compiling import compiling_only
+from halfbyte.ops.compiling import compiling_only, counts
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import ROWS, bucket
 
@@ -49,22 +49,14 @@ def batches(limits: Limits, heads: tuple[int, int], unpacked: bool) -> Iterator[
     none takes a kernel that reads codes."""
     query_heads, few = heads[0] // heads[1], -(-_ITEMS // heads[1])
     for drafts in range(1, limits.drafts + 1):
-        yield from (Batch(requests, drafts, requests * drafts) for requests in _counts(limits.requests, few))
+        yield from (Batch(requests, drafts, requests * drafts) for requests in counts(limits.requests, few))
     longest = min(limits.tokens, -(-ROWS // query_heads)) if unpacked else limits.tokens
     if limits.drafts > 1:  # decodes with drafts, not all with as many
         yield from (Batch(blocks, limits.drafts, 1) for blocks in _counts(2 * limits.requests, few))
     for most in (1 << n for n in range(3, bucket(longest).bit_length())):
         even = min(limits.requests, limits.tokens // most)
-        yield from (Batch(requests, most, requests * most) for requests in _counts(even, few))
-        yield from (Batch(blocks, most, 1) for blocks in _counts(limits.requests + limits.tokens // 8, few))
-
-
-def _counts(most: int, few: int) -> Iterator[int]:
-    """Numbers of requests, or of blocks of tokens: all few, and powers of two, for which kernels are compiled."""
-    yield from range(1, min(most, few) + 1)
-    yield from (1 << n for n in range(few.bit_length(), most.bit_length()))
-    if most > few:
-        yield most
+        yield from (Batch(requests, most, requests * most) for requests in counts(even, few))
+        yield from (Batch(blocks, most, 1) for blocks in counts(limits.requests + limits.tokens // 8, few))
 
 
 def warm_up(
