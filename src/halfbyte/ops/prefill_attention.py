@@ -14,6 +14,8 @@ from halfbyte.ops.decode_attention import attend, checked, level_of, options_of
 from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.merge_states import merged
 from halfbyte.plans.decode_attention import MOST_NUMBERS
+from halfbyte.plans.decode_shapes import MOST_ROWS
+from halfbyte.plans.prompts import bucket
 from halfbyte.reference import merge as reference
 
 
@@ -60,7 +62,8 @@ def prefill_attention(
     if not (begins or _fresh(cache, q.shape[2] * appended)):
         past = cache.lengths - q.shape[2] * appended
         of_cache = q if latent_heads is None else latent_heads.absorbed(q)
-        out, lse = attend(call._replace(q=of_cache, query_start=past, options=options._replace(sinks=None, ends=past)))
+        over_past = call._replace(q=of_cache, query_start=past, options=options._replace(sinks=None, ends=past))
+        out, lse = _attended(over_past, level)
         parts.append((out if latent_heads is None else latent_heads.expanded(out), lse))
         own = own if options.starts is None else own._replace(starts=(options.starts - past).clamp_min(0))
     parts.append(_over_itself(q, k, v, own, impl, level))
@@ -86,4 +89,14 @@ def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Attention
             return result
     lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
     keys, values = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
-    return attend(DecodeCall(q, keys, values, lengths, torch.zeros_like(lengths), None, o, impl))
+    return _attended(DecodeCall(q, keys, values, lengths, torch.zeros_like(lengths), None, o, impl), chosen)
+
+
+def _attended(call: DecodeCall, level: str) -> _fused.Part:
+    """`attend`; a kernel, which is compiled for its number of queries, gets a few more, whose results are dropped."""
+    tokens = call.q.shape[2]
+    if level in ("cpu", "reference") or torch.compiler.is_compiling() or not 1 < tokens <= MOST_ROWS:
+        return attend(call)
+    q = torch.nn.functional.pad(call.q, (0, 0, 0, bucket(tokens) - tokens))
+    out, lse = attend(call._replace(q=q))
+    return out[:, :, :tokens], lse[:, :, :tokens]
