@@ -18,6 +18,7 @@ from halfbyte.cli.advise import advise
 from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.formats import formats
 from halfbyte.cli.shared import App
+from halfbyte.cli.warmup import warmup
 from halfbyte.errors import HalfbyteError, MissingPackage, laboratory
 
 app = App(name="halfbyte", help="Low-bit KV caches and 4-bit linear layers for LLM decoding.")
@@ -25,6 +26,7 @@ app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("calibrate")(calibrate)
+app.command("warmup")(warmup)
 app.command("advise")(advise)
 app.command("formats")(formats)
 app.command("memory")(inspect.memory)

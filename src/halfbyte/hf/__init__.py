@@ -26,11 +26,13 @@ from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer  # its import registers it
 from halfbyte.hf.recorded_step import release
+from halfbyte.hf.rehearsal import warm_up
 
 __all__ = [
     "quantize",
     "Generate",
     "release",
+    "warm_up",
     "load",
     "save",
     "HalfbyteConfig",

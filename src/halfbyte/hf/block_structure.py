@@ -103,7 +103,7 @@ class Reading(NamedTuple):
 
     blocks      calls within each block, that of the block itself at the end
     calls       all of them
-    attended    what each layer's attention was given: a query, and the options of the call
+    attended    what attention was given within each block: a query, and the options of the call
     cache       which the step extended; `twin` holds the same tokens before the step
     """
 
@@ -199,8 +199,10 @@ def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iter
             layer.calls = []
         with _recording(list(around.modules())) as calls:
             run(slice(step, step + 1), cache)
-        attention_calls = [getattr(layer, "calls", None) or [] for layer in cache.layers]
-        yield Reading(list(_by_block(calls, layers)), calls, attention_calls, cache, twin)
+        of_attention = [call for layer in cache.packed for call in layer.calls]
+        inside = [{id(m) for m in layer.modules()} for layer in layers]
+        by_block = [[call for call in of_attention if id(call.module) in own] for own in inside]
+        yield Reading(list(_by_block(calls, layers)), calls, by_block, cache, twin)
 
 
 @contextmanager

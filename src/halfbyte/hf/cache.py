@@ -291,8 +291,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         return other
 
     def expect_replays(self, expected: bool) -> None:
-        """`KVCache.expect_replays` of all layers."""
+        """`KVCache.expect_replays` of all layers, which hold tokens from then on."""
         for layer in self.packed:
+            layer.is_empty = layer.is_empty and not expected
             if layer.kv is not None:
                 layer.kv.expect_replays(expected)
 

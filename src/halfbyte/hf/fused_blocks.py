@@ -19,7 +19,7 @@ decoding, of a model with a packed cache, without gradients.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ from halfbyte.ops.block import add_norm, norm_rows
 from halfbyte.ops.block_linear import Rows, add_projection
 from halfbyte.ops.linear import linear
 from halfbyte.reference.block import Norm
+from halfbyte.settings import torch_code
 
 
 class _View(NamedTuple):
@@ -53,6 +54,8 @@ class _View(NamedTuple):
 
 #: Model -> (addresses of its weights and how often they were written to, its view).
 _views: WeakKeyDictionary[Any, tuple[tuple[Any, ...], _View]] = WeakKeyDictionary()
+#: Copy of a model with some of its blocks -> those.
+_some: WeakKeyDictionary[Any, list[nn.Module]] = WeakKeyDictionary()
 
 
 def fused_view(model: Any, addresses: tuple[Hashable, ...] | None = None) -> Any | None:
@@ -69,16 +72,24 @@ def why_not_fused(model: Any) -> list[str]:
     return _view(model, None).reasons
 
 
-def _view(model: Any, addresses: tuple[Hashable, ...] | None) -> _View:
-    layers = blocks(model)
-    path = next((name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers), "")
+def fused_without_kernels(model: Any) -> list[Callable[[], object]]:
+    """Fuse the blocks of a model, for `fused_view` to find, by numbers of torch code. The calls by which kernels would compare."""
+    repeats: list[Callable[[], object]] = []
+    with torch_code():
+        _view(model, None, repeats)
+    return repeats
+
+
+def _view(model: Any, addresses: tuple[Hashable, ...] | None, repeats: list[Callable[[], object]] | None = None) -> _View:
+    layers = _some[model] if model in _some else blocks(model)
+    path = _path(model, layers)
     quiet = bool(layers) and not model.training and not any(map(_is_watched, _running(model, path)))
     if not all_agree(model, quiet):
         return _View(None, ["the model is in training, or hooks watch it"] * len(layers))
     weights = survey(model).addresses if addresses is None else addresses, weight_versions(model)
     previous, view = _views.get(model, ((), _View(None, [])))
     if previous != weights:
-        view = _fused(model, path, layers)
+        view = _fused(model, path, layers, [] if repeats is None else repeats)
         view = view if all_agree(model, view.model is not None) else _View(None, view.reasons)
         _views[model] = weights, view
     return view
@@ -90,12 +101,13 @@ def weight_versions(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
-    """A view of a model whose blocks at `path` are fused where their numbers agree."""
+def _fused(model: Any, path: str, layers: Sequence[Any], repeats: list[Callable[[], object]]) -> _View:
+    """A view of a model whose blocks at `path` are fused where their numbers agree. repeats: gets what launches the same again."""
     parent, _, name = path.rpartition(".")
     around = model.get_submodule(parent)
     try:
         near, far = readings(model, layers, around)
+        repeats.append(lambda: [*readings(model, layers, around)])
     except torch.OutOfMemoryError:  # says nothing about the decoder
         raise
     except Exception as error:  # of the family's own code, which may want other inputs
@@ -126,7 +138,8 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
         after = structures[i + 1] if i + 1 < len(layers) else None
         following = last if i + 1 == len(layers) else None if after is None else after.branches[0].before
         parts = [
-            [fused_part(part, i, (near, far), norms, tables, indices) for part in branch.parts] for branch in structure.branches
+            [fused_part(part, i, (near, far), norms, tables, indices, repeats) for part in branch.parts]
+            for branch in structure.branches
         ]
         forms = [own[0] if len(own) == 1 else AddedForms(own) for own in parts]
         blocks.append(FusedBlock(layer, structure, forms, following, ahead, all_reduce))
@@ -134,6 +147,19 @@ def _fused(model: Any, path: str, layers: Sequence[Any]) -> _View:
     if final is not None and structures[-1] is not None:
         inner |= {n: _FinalNorm(last, ahead) for n, m in around.named_children() if m is final.module}
     return _View(_viewed(model, path.split(".")[:-1], inner), reasons)
+
+
+def with_blocks(model: Any, layers: Sequence[nn.Module]) -> Any:
+    """A copy of `model` that shares everything, with some of its blocks."""
+    *path, name = _path(model, blocks(model)).split(".")
+    copy = _viewed(model, path, {name: nn.ModuleList(layers)})
+    _some[copy] = list(layers)
+    return copy
+
+
+def _path(model: nn.Module, layers: Sequence[nn.Module]) -> str:
+    """Where the list of these blocks is; "" where there is none."""
+    return next((name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers), "")
 
 
 def _viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) -> nn.Module:

@@ -58,18 +58,24 @@ def fused_part(
     norms: dict[int, Norm],
     tables: Tables,
     known: dict[Hashable, int],
+    repeats: list[Callable[[], object]],
 ) -> Form:
     """The fused form of a module of layer `number`; where none gives its numbers, the module as it is.
 
     known: signature of a module -> which of the forms its like has. Then its result of the recorded step is compared only.
+    repeats: gets comparisons that a form passed.
     """
     forms: list[Form] = [*_heads(part, steps[0].attended[number], norms, tables), *_gated_mlps(part)]
     key = signature(part.call.module)
     likely = [forms[i] for i in (known.get(key),) if i is not None and i < len(forms)]
     for i, form in enumerate([*likely, *forms]):
         again = i < len(likely)
-        agrees = _attends_alike(form, part, number, steps, again) if isinstance(form, Heads) else _maps_alike(form, part, again)
-        if agrees:
+        if isinstance(form, Heads):
+            agrees = partial(_attends_alike, form, part, number, steps, again)
+        else:
+            agrees = partial(_maps_alike, form, part, again)
+        if agrees():
+            repeats.append(agrees)
             known[key] = forms.index(form)
             return form
     return AsItIs(part)
@@ -281,7 +287,7 @@ def _attends_alike(form: Heads, part: Part, number: int, steps: tuple[Reading, R
 
     Unless `again`, queries and values of a larger input are compared as well.
     """
-    twin, source = steps[0].twin.layers[number], form.sources[CACHE]
+    twin, source = steps[0].twin.layers[form.number], form.sources[CACHE]
 
     def given(run: Form, step: Reading, scale: float) -> list[torch.Tensor]:
         """Queries, values and the result, over a cache that holds what came before the first step."""

@@ -37,6 +37,7 @@ from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_prompt import PromptForward, padded_prompt, records_prompts, starts_of_prompt
 from halfbyte.hf.recorded_step import MOST_DRAFTS, Forward, LookupForward, keep_step, take_step
+from halfbyte.hf.rehearsal import Prompts, compile_ahead
 from halfbyte.hf.survey import Survey, survey
 from halfbyte.hf.weights import ranks_of
 
@@ -92,6 +93,8 @@ class DecodeLoop:
             warn_once(f"generate() runs transformers' own loop, whose steps are not recorded: {reason}")
             others = {"synced_gpus": synced_gpus, "streamer": streamer, "inputs_tensor": inputs_tensor}
             return _of_transformers(view, call, self.generator, {**others, **model_kwargs})
+        prompts = Prompts(len(input_ids), input_ids.shape[1], generation_config.max_length)
+        compile_ahead(self.model, model, prompts, self.fuse_blocks)
         for name in _UNUSED:
             model_kwargs.pop(name, None)
         ngram = generation_config.max_matching_ngram_size or 2
