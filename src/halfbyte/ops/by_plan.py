@@ -11,6 +11,7 @@ from halfbyte.device import gpu as gpu_of
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu as gpu
+from halfbyte.ops._linear_on_gpu import HALVES, rows_of_plans
 from halfbyte.ops._linear_on_gpu import run_plan as linear
 from halfbyte.ops.workspace import prepare
 from halfbyte.plans.decode_attention import plan_of
@@ -23,7 +24,7 @@ from halfbyte.settings import interpreted, pair_launches
 if TYPE_CHECKING:
     from halfbyte.cache import KVCache
 
-__all__ = ["Plan", "attend", "call_of", "linear", "planned", "prepare", "problem_of", "unpaired"]
+__all__ = ["HALVES", "Plan", "attend", "call_of", "linear", "planned", "prepare", "problem_of", "rows_of_plans", "unpaired"]
 
 Plan = DecodePlan | TritonTiles
 

@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.engine import PagedView, unpack_pages
 from halfbyte.kv_buffer import KVBuffer
-from halfbyte.ops._linear_on_gpu import rows_of_plans
+from halfbyte.ops.by_plan import rows_of_plans
 from halfbyte.ops.compiling import compiling_only, counts
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import ROWS, bucket
@@ -52,7 +52,7 @@ def batches(limits: Limits, heads: tuple[int, int], unpacked: bool) -> Iterator[
         yield from (Batch(requests, drafts, requests * drafts) for requests in counts(limits.requests, few))
     longest = min(limits.tokens, -(-ROWS // query_heads)) if unpacked else limits.tokens
     if limits.drafts > 1:  # decodes with drafts, not all with as many
-        yield from (Batch(blocks, limits.drafts, 1) for blocks in _counts(2 * limits.requests, few))
+        yield from (Batch(blocks, limits.drafts, 1) for blocks in counts(2 * limits.requests, few))
     for most in (1 << n for n in range(3, bucket(longest).bit_length())):
         even = min(limits.requests, limits.tokens // most)
         yield from (Batch(requests, most, requests * most) for requests in counts(even, few))
@@ -101,7 +101,7 @@ def warm_up(
 def compile_linear(problem: GemmProblem, biased: bool, most: int, device: torch.device, multiply: Callable[[int], object]) -> None:
     """Compile in the background what a linear layer needs for prompts, once for all that are like it; `warm_up` loads it.
 
-    problem: its weights, K and the type of x; most: rows of x; multiply: calls the layer with so many rows.
+    problem: its weights, K and the type of x; most: the largest M; multiply: calls the layer with so many rows.
     """
     if device.type != "cuda" or (problem, biased) in _compiled:
         return

@@ -32,7 +32,7 @@ from halfbyte.checkpoints.experts import without_nested_scales
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
-from halfbyte.ops._linear_on_gpu import HALVES
+from halfbyte.ops.by_plan import HALVES
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
@@ -190,7 +190,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         layer.halfbyte_catchers = sorted(parameter(name) for name in set().union(*expected))
 
     def _rows(self, scheduler: Any) -> int:
-        """Rows of x in a step at most."""
+        """The largest M of a step."""
         return int(scheduler.max_num_batched_tokens)
 
     def _forget(self, layer: Any) -> None:
