@@ -534,8 +534,8 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
 
 
 def test_an_explanation_says_from_where_on_weights_are_dequantized() -> None:
-    assert "wgmma; two launches" in explained((4096,), 191, "int4_g128")["kernel"]
-    assert "in 3 blocks" in explained((4096,), 191, "int4_g128")["tile"]
+    assert "wgmma; two launches" in explained((8192,), 64, "nf4")["kernel"]
+    assert "in 2 blocks" in explained((4096,), 191, "int4_g128")["tile"]
     assert "wgmma; one launch" in explained((4096,), 257, "int4_g128")["kernel"]
     assert explained((4096,), 256, "nf4_dq")["kernel"].startswith("triton")
     assert explained((4096,), 257, "nf4_dq")["kernel"].startswith("cuBLAS")
