@@ -10,38 +10,42 @@ _SIZES = "Llama 3 8B's sizes with random weights"
 
 
 def in_vllm() -> str:
-    """A line for each batch: vLLM alone, and with halfbyte's cache."""
+    """A line for each batch: vLLM alone, with halfbyte's cache, and with its weights, too."""
     rows: dict[tuple[str, str], dict[str, Any]] = {
         (r["mode"], r.get("shape", "engine")): r for r in tables.json_lines("vllm.jsonl")
     }
-    stock, ours = "bf16", "hb_int8_int4"
+    stock, ours, packed = "bf16", "hb_int8_int4", "w4_hb_int8_int4"
+
+    def told_of(mode: str, shape: str, figure: str) -> str:
+        value = rows.get((mode, shape), {}).get(figure)
+        return "" if value is None else f"{value:,.2f}" if figure == "step_ms" else f"{value:,}"
+
+    shapes = {shape: None for mode, shape in rows if mode in (ours, packed) and shape != "engine"}
     lines = [
         (
-            shape.replace("x", " x ").replace("8192", "8,192").replace("2048", "2,048").replace("16384", "16,384"),
-            f"{rows[stock, shape]['step_ms']:.2f}",
-            f"{rows[ours, shape]['step_ms']:.2f}",
-            f"{rows[stock, shape]['step_ms'] / rows[ours, shape]['step_ms']:.2f}x",
-            f"{rows[stock, shape]['prefill_tok_s']:,}",
-            f"{rows[ours, shape]['prefill_tok_s']:,}",
+            " x ".join(f"{int(number):,}" for number in shape.split("x")),
+            *(told_of(mode, shape, figure) for figure in ("step_ms", "prefill_tok_s") for mode in (stock, ours, packed)),
         )
-        for mode, shape in rows
-        if mode == ours and shape != "engine"
+        for shape in sorted(shapes, key=lambda shape: [int(number) for number in shape.split("x")])
     ]
     heads = (
         "requests x context",
         "step, 16 bits, ms",
-        "INT8 / INT4 cache, ms",
-        "faster",
+        "INT8 / INT4 cache",
+        "and INT4 weights",
         "prompts, 16 bits, tokens/s",
-        "INT8 / INT4",
+        "INT8 / INT4 cache",
+        "and INT4 weights",
     )
     before, now = rows[stock, "engine"], rows[ours, "engine"]
     env = now["environment"]
+    fit = [f"{rows[mode, 'engine']['kv_tokens']:,}" for mode in (stock, ours, packed)]
     told = (
-        f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights and "
-        f"output layer in bf16. Tokens that fit: {before['kv_tokens']:,} and {now['kv_tokens']:,}. 16 bits ran on another GPU of "
-        f"that kind. With an empty kernel cache halfbyte's engine, the first on its machine, took {now['start_s']:.0f} s to start; "
-        f"stock's {before['start_s']:.0f} s are of a second engine, whose files were in memory, so the two do not compare."
+        f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights in "
+        f"bf16 or in int4_g128, the output layer in bf16. Tokens that fit: {fit[0]}, {fit[1]} and {fit[2]}. Each column ran on "
+        f"another GPU of that kind. With an empty kernel cache halfbyte's engine, the first on its machine, took "
+        f"{now['start_s']:.0f} s to start; stock's {before['start_s']:.0f} s are of a second engine, whose files were in memory, so "
+        "the two do not compare."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 
