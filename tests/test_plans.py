@@ -103,7 +103,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
         ({"aligned": False}, "not aligned to 16 bytes"),
         ({"keys": "fp16"}, "bf16 queries over fp16"),
         ({"page": 24}, "pages of 24 tokens"),
-        ({"latent": True}, "only the portable kernel reads them, and its speed is not measured"),
+        ({"latent": True}, "only the portable kernel reads them, several times slower"),
         ({"dim": 96, "keys": "int8_g32"}, "3 groups a head is not a power of two"),
         ({"group": 64, "queries": 3}, "192 query rows per KV head; tuned kernels take up to 128"),
         ({"group": 17, "dim": 256, "value_dim": 256}, "17 query rows per KV head exceed the registers of the tuned kernels"),

@@ -242,7 +242,7 @@ def test_what_is_not_checked(op: str, unknown_gpu: Gpu, monkeypatch: pytest.Monk
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         RUNS[op]()
     with monkeypatch.context() as patch:
-        patch.setattr(compiling, "_active", True)
+        patch.setattr(compiling, "active", lambda: True)
         RUNS[op]()
     with monkeypatch.context() as patch:
         patch.setenv("HALFBYTE_CHECK", "0")

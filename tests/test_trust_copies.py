@@ -107,6 +107,14 @@ def objects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.T
     found["weight of a parameter"] = (lambda: hb.quantize(torch.nn.Parameter(drawn(32, 128)), "int4_g32_fp32"), use_weight)
     found["layout of pages"] = (lambda: engine.PageLayout("fp8", "int4", 32), use_layout)
     found["view of pages"] = (lambda: view_of(engine.PageLayout("fp8", "int4", 32)), lambda view: [hb.decode_attention(ONE, view)])
+    found["pages of a layer"] = (
+        lambda: engine.LayerPages(engine.PageLayout("fp8", "int4", 32), rotate_keys=True),
+        lambda pages: use_layout(pages.layout),
+    )
+    found["transform of keys"] = (
+        lambda: engine.KeyTransform(drawn(2, 32, 32), drawn(2, 32, 32, seed=1), drawn(2, 32, seed=2)),
+        lambda t: [engine.transform_heads(drawn(1, 2, 3, 32), t.keys, t.shift), engine.transform_heads(ONE, t.queries)],
+    )
     layers = [QuantLinear(hb.quantize(drawn(32, 128, seed=i), "int4_g32")) for i in range(3)]
     found["fused"] = (lambda: FusedProjections(*copy.deepcopy(layers)), use_module)
     return found

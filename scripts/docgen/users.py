@@ -44,8 +44,8 @@ def in_vllm() -> str:
         f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights in "
         f"bf16 or in int4_g128, the output layer in bf16. Tokens that fit: {fit[0]}, {fit[1]} and {fit[2]}. Each column ran on "
         f"another GPU of that kind. With an empty kernel cache halfbyte's engine, the first on its machine, took "
-        f"{now['start_s']:.0f} s to start; stock's {before['start_s']:.0f} s are of a second engine, whose files were in memory, so "
-        "the two do not compare."
+        f"{now['start_s']:.0f} s to start; stock's {before['start_s']:.0f} s are of a second engine, whose files were in memory, "
+        "so the two do not compare."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 

@@ -65,7 +65,7 @@ def _calibrated(formats: tuple[str, str], dim: int, batch: int = 64, window: tup
     matrix, shift = empty(8, dim, dim, dtype=torch.bfloat16), empty(8, dim, dtype=torch.float32)
     options = {"norms": HeadNorms(weight, weight, 1e-6, "rounded"), "transform": KeyTransform(matrix, matrix, shift)}
     call = AppendCall(k, k, *buffers, lengths=empty(batch), rope=Rope(table, table), q=q, measure=False, **options)
-    plan = plan_of(call, advance=True, use_pdl=True)
+    plan = plan_of(call, advance=True, use_pdl=False)
     for launch in launches(call, plan, [torch.empty_like(q)], (empty(1, dtype=torch.float32), empty(plan.counters))):
         yield from recorded(f"{'-'.join(formats)}-calibrated-D{dim}-B{batch}{'-recent' * any(window)}", launch)
 

@@ -25,18 +25,19 @@ class RoundedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         seen = []
         for name, new in (("keys", key_states), ("values", value_states)):
-            rounded, old = self._rounded(new, name), getattr(self, name)
+            rounded, old = _rounded(new, self.fmt, name == self.keys_are), getattr(self, name)
             is_step = new.shape[-2] == 1 and old.numel() > 0
             setattr(self, name, torch.cat([old, rounded], -2))
             seen.append(torch.cat([old, rounded if is_step else new], -2))
         return tuple(seen)
 
-    def _rounded(self, new: torch.Tensor, name: str) -> torch.Tensor:
-        """Quantized and expanded, keys as they are rotated by default."""
-        fmt = halfbyte.key_format(self.fmt)
-        if name != self.keys_are or not rotated(None, fmt, new.shape[-1]):
-            return halfbyte.dequantize(halfbyte.quantize(new, fmt), new.dtype)
-        return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
+
+def _rounded(new: torch.Tensor, name: str, are_keys: bool) -> torch.Tensor:
+    """Quantized and expanded, keys as they are rotated by default."""
+    fmt = halfbyte.key_format(name)
+    if not are_keys or not rotated(None, fmt, new.shape[-1]):
+        return halfbyte.dequantize(halfbyte.quantize(new, fmt), new.dtype)
+    return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
 
 
 #: What transformers without it has no layers for.

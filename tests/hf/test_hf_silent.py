@@ -217,6 +217,7 @@ def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy
     with monkeypatch.context() as patch:  # transformers drops a cache that is given: its own one must round
         patch.setattr(DynamicLayer, "update", type(rounded(model).layers[0]).update)
         patch.setattr(DynamicLayer, "fmt", "bf16", raising=False)
+        patch.setattr(DynamicLayer, "keys_are", "keys", raising=False)
         expected, _ = greedy(model, ids, attention_mask=mask)
     packed = hf.quantize(copy.deepcopy(model), keys="bf16", values="bf16")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}

@@ -28,6 +28,7 @@ from halfbyte.plans.explain import linear_explanation
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_mma import BLOCK_BYTES, shares
 from halfbyte.plans.gemm_plan import GemmPlan
+from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.plans.tuning_cache import (
     DamagedPlans,
     GemmProblem,
@@ -53,7 +54,11 @@ INT4 = WEIGHT_FORMATS["int4_sym_g128"]
 
 
 def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> GemmPlan:
-    found = tuned_gemm(problem_of(name, features, width, rows), H200, use_pdl=True)
+    """Of a kernel that leaves a choice: that for large M does not."""
+    problem = problem_of(name, features, width, rows)
+    found = tuned_gemm(problem, H200, use_pdl=True)
+    if isinstance(found, GemmPlan) and not found.spec.stream_k:
+        found = wgmma_plan(problem, H200, use_pdl=True)
     assert isinstance(found, GemmPlan), found
     return found
 

@@ -143,7 +143,7 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
     if p.latent:
-        return "keys made of latents (MLA); only the portable kernel reads them, and its speed is not measured"
+        return "keys made of latents (MLA); only the portable kernel reads them, several times slower"
     if p.ragged:
         return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:
