@@ -22,7 +22,7 @@ _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in 
 _CHANNELS = "up to 152 bytes, where more than 8 query rows take per-channel scales; 8 bytes with 8 rows on sm_80"
 _TAIL = "up to 208 bytes, where 16 query rows, or heads of 256, take a tail: none in the loop over tiles but with heads of 256"
 _SPLITS = "up to 96 bytes, where queries stay in registers while splits of fixed size are added, of 16 rows or with a tail"
-_FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
+_FULL = "up to 192 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
 
 
 #: Calls of the sample that are compiled with `deterministic_batch`, too.

@@ -23,6 +23,7 @@ from halfbyte.kernels.compiling import (
 from halfbyte.kernels.linear import mma, portable
 from halfbyte.kernels.linear.results import Around
 from halfbyte.plans.gemm import tuned_gemm
+from halfbyte.plans.gemm_large import LargeSpec
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_portable import PortableTiles, portable_tiles
 from halfbyte.plans.gemm_problem import GemmProblem
@@ -161,6 +162,8 @@ def _tuned(name: str, m: int, features: tuple[int, ...], k: int, options: str, c
     why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
     if isinstance(plan.spec, WgmmaSpec) and plan.spec.tile == 256:
         why = "up to 16 bytes, outside the loop: 16 warps have 128 registers a thread"
+    if isinstance(plan.spec, LargeSpec) and plan.spec.block_m == 256 and len(features) > 1:
+        why = "up to 72 bytes: sums of 256 batch rows and several weights fill the registers; two reloads in the loop"
     full = f"{name}-M{m}-{'x'.join(map(str, features))}-{options}-{of_capability(capability)}"
     for launch in gemm_launches(problem, plan, "bias" in options):
         yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
