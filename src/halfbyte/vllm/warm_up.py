@@ -23,8 +23,8 @@ _ITEMS = 400
 
 #: Layers that are compiled, by all that decides which kernels they take.
 _compiled: set[tuple[Any, ...]] = set()
-#: Linear layers whose kernels are not loaded yet: numbers of rows that take every variant, and what multiplies so many.
-_products: list[tuple[list[int], Callable[[int], object]]] = []
+#: Linear layers whose kernels are not loaded yet: values of M that take every variant, and a call of the layer with one of them.
+_linears: list[tuple[list[int], Callable[[int], object]]] = []
 
 
 class Limits(NamedTuple):
@@ -92,8 +92,8 @@ def warm_up(
         _attention(impl, limits, query, key, value, sides, table)
         if impl.prompts is not None and wait:
             _unpack(impl, key, value, sides, table)
-        while wait and _products:
-            numbers, multiply = _products.pop()
+        while wait and _linears:
+            numbers, multiply = _linears.pop()
             for rows in numbers:
                 multiply(rows)
 
@@ -101,7 +101,7 @@ def warm_up(
 def compile_linear(problem: GemmProblem, biased: bool, most: int, device: torch.device, multiply: Callable[[int], object]) -> None:
     """Compile in the background what a linear layer needs for prompts, once for all that are like it; `warm_up` loads it.
 
-    problem: its weights, K and the type of x; most: the largest M; multiply: calls the layer with so many rows.
+    problem: its weights, K and the type of x; most: the largest M; multiply: calls the layer with an M.
     """
     if device.type != "cuda" or (problem, biased) in _compiled:
         return
@@ -110,7 +110,7 @@ def compile_linear(problem: GemmProblem, biased: bool, most: int, device: torch.
     with compiling_only(wait=False):
         for rows in numbers:
             multiply(rows)
-    _products.append((numbers, multiply))
+    _linears.append((numbers, multiply))
 
 
 def _attention(
