@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from benches import CPU, quick
 
 from halfbyte.device import Device
 from halfbyte.evals.quality import Setting
@@ -20,7 +21,7 @@ from halfbyte_lab.cases.rank import Model, Rank
 from halfbyte_lab.measure.caches import DecodeCase, Inputs, Promise, fill, held_by
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.records import Record, Verdict
-from halfbyte_lab.measure.session import Job, Options, Session
+from halfbyte_lab.measure.session import Job
 from halfbyte_lab.studies import (
     QUESTIONS,
     accuracy,
@@ -33,12 +34,12 @@ from halfbyte_lab.studies import (
     prompts,
     quality_per_bit,
     step,
+    study,
     w4a16_splitk,
 )
 from halfbyte_lab.studies import int8_granularity as granularity
 from halfbyte_lab.studies import int8_splitk as splitk
 
-FAKE = Device("cpu", "fake", memory_bytes=2**33, cache_bytes=0, cores=1, threads=1)
 LAYER = qkv_layers.AttentionShape("small layer", 128, 4, 2, 32, 24)
 RANK = Rank(hidden=128, q_heads=4, kv_heads=1, dim=32, ffn=64, layers=6, vocabulary=48)
 WEIGHTS = (Setting(weights="int4_g64"),)
@@ -65,9 +66,9 @@ SMALL: dict[str, Callable[[], Sequence[Job]]] = {
         splitk.AttendJob(DecodeCase("varied", DecodeShape(3, 4, 2, 32, 64), runs=((2, 16), (1, 64)))),
     ],
     "prompts": lambda: [prompts.CaseJob(2, 20, 0), prompts.CaseJob(2, 20, 33)],
-    "decode-70b": lambda: [decode_70b.StepJob(Model(RANK, FAKE, 2, 3), 3, 64)],
+    "decode-70b": lambda: [decode_70b.StepJob(Model(RANK, CPU, 2, 3), 3, 64)],
     "engines": lambda: [engines.StepJob(Requests(2, 20)), engines.StepJob(Requests(2, 20, prompt=6, past=15))],
-    "capacity": lambda: [capacity.CapacityJob(Model(RANK, FAKE, 2, 3), 64, f, 2 * 10**6) for f in ("bf16", "int4")],
+    "capacity": lambda: [capacity.CapacityJob(Model(RANK, CPU, 2, 3), 64, f, 2 * 10**6) for f in ("bf16", "int4")],
     "step": lambda: [step.StepJob(step.Case("step", "demo", 2, 16))],
     "w4a16-splitk": lambda: [w4a16_splitk.SizeJob(256, 256, (1, 3))],
     "fused-qkv": lambda: [
@@ -127,29 +128,38 @@ def seed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[torch.Tensor, int], t
         monkeypatch.setitem(products, name, lambda *args, product=product: fault(product(*args), 2))
 
 
-def measured(study: str) -> list[Record]:
+def measured(name: str) -> list[Record]:
     """What halfbyte's kernels have a part in."""
     ours = ("halfbyte", "two-kernel", "one launch", "three launches")
-    found = Session(Options(quick=True, threads=1), FAKE).run(SMALL[study]())
+    found = quick().run(SMALL[name]())
     return [r for r in found if r.implementation.startswith(ours) or r.refused]
 
 
-def test_every_study_is_here() -> None:
+def test_every_study_is_here_by_its_name() -> None:
     assert set(SMALL) | NOTHING_RUNS == set(QUESTIONS)
+    for name in QUESTIONS:
+        found = study(name)
+        assert (found.name, found.asks, list(found.charts([]))) == (name, QUESTIONS[name], [])
 
 
 @pytest.mark.slow(sample=4)
-@pytest.mark.parametrize("study", SMALL)
-def test_what_is_right_is_measured(study: str) -> None:
-    assert [r.refused for r in measured(study) if r.refused] == []
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_right_is_measured_and_told(name: str) -> None:
+    records = quick().run(SMALL[name]())
+    assert [r.refused for r in records if r.refused] == []
+    tables = [study(name).table(records), study(name).also(records)]
+    assert any(rows for _, rows in tables)
+    assert all(len(row) == len(headers) for headers, rows in tables for row in rows)
+    assert "" not in study(name).says(records)
+    assert all(chart.startswith("<svg") for chart in study(name).charts(records))
 
 
 @pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("fault", [too_large, one_wrong_head])
-@pytest.mark.parametrize("study", SMALL)
-def test_what_is_wrong_is_refused(study: str, fault: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_wrong_is_refused(name: str, fault: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     seed(monkeypatch, fault)
-    found = measured(study)
+    found = measured(name)
     assert found
     for r in found:
         assert "exceeds the allowed" in r.refused, r
@@ -182,7 +192,7 @@ def test_sequences_are_widened_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 def test_times_of_a_cpu_are_not_judged_by_the_targets_of_a_gpu() -> None:
     bars = (Verdict("gain", 1.0, 2.0, met=True),)
     for kind, kept in (("cpu", ()), ("cuda", bars)):
-        s = Session(Options(quick=True, threads=1), FAKE)
+        s = quick()
         s.device = Device(kind, "fake", 2**30, 0, 1, 1)  # type: ignore[arg-type]
         s.keep(Record("op", {}, "int4", "halfbyte", 1, s.environment, bars=bars))
         assert s.records[0].bars == kept

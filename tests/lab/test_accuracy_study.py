@@ -7,28 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from benches import CPU, WHERE, quick
 
-from halfbyte.device import Device
-from halfbyte.evals.environment import Environment
 from halfbyte.evals.model import load
 from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import ByteTokenizer, heldout_text, windows
 from halfbyte.formats import KV_FORMATS
 from halfbyte.memory import meta_model, packed_layers
 from halfbyte_lab.evals.outliers import Heads, recorded_heads
-from halfbyte_lab.measure import records
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.studies import accuracy, evidence, memory, quality_per_bit, study
-
-WHERE = Environment("fake", "", 1, {"torch": "2"}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
-
-FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
-
-
-def quick(**options: object) -> Session:
-    return Session(Options(quick=True, threads=1, **options), FAKE)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -84,49 +74,6 @@ def test_errors_of_keys_are_ordered_as_their_bits() -> None:
     assert relative(biased, "int4_channel") < 2 * relative(heads, "int4_channel")
 
 
-def test_a_wrong_kernel_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "decode_attention", lambda q, cache: torch.zeros_like(q))
-    job = accuracy.KeysJob(accuracy.PLAIN, (("int8", False),), 2, 64)
-    record = job._record(quick(), [some_heads()], "int8", False)
-    assert "exceeds the allowed" in record.refused
-    assert record.error is None and not record.by_layer  # noqa: PT018
-    assert accuracy.table([record])[1] == []
-
-
-def test_the_study_in_small(shipped: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = shipped
-    monkeypatch.setattr(accuracy, "_shipped", lambda device: (model, tokenizer.encode(heldout_text())))
-    s = quick(output=tmp_path / "r.jsonl")
-    s.study = "accuracy"
-    settings = (Setting("int8", "int8"), Setting("int4", "int4"))
-    keys = (("int8", False), ("int4", False), ("int4", True))
-    s.run(
-        [
-            accuracy.QualityJob(accuracy.CACHES, settings, 1, 48),
-            accuracy.QualityJob(accuracy.WEIGHTS, (Setting(weights="int4_col"),), 1, 48),
-            *(accuracy.KeysJob(case, keys, 1, 64) for case in (accuracy.PLAIN, accuracy.BIASED)),
-        ]
-    )
-    assert not [r.refused for r in s.records if r.refused]
-    base, int8, int4 = s.records[:3]
-    assert (base.perplexity or 0) > 1
-    assert (base.bits, base.error, base.change) == (16, 0, 0)
-    assert (int8.bits, int4.bits) == (8.25, 4.5)
-    assert 0 < (int8.error or 0) < (int4.error or 0)
-    weights = next(r for r in s.records if r.formats == "int4_col")
-    assert 4 < (weights.bits or 0) < 4.2
-    again = records.read(tmp_path / "r.jsonl").records
-    assert again == s.records
-    headers, rows = accuracy.table(again)
-    assert len(rows) == 3 + 2 + 6
-    assert {len(row) for row in rows} == {len(headers)}
-    assert len(accuracy.drawn(again)) == 3
-    first, second = accuracy.says(again)
-    assert "int8 (8.2 bits)" in first
-    assert "4-bit weights change it" in first
-    assert "int4 rotated" in second
-
-
 def test_the_front_gains_a_fifth_with_every_step() -> None:
     def one(name: str, bits: float, error: float) -> Record:
         return Record("q", {}, name, "it", 0, quick().environment, bits=bits, error=error)
@@ -145,7 +92,7 @@ def test_the_front_gains_a_fifth_with_every_step() -> None:
 
 
 def test_every_format_is_in_the_full_study_and_some_in_a_quick_one() -> None:
-    full = accuracy.jobs(Session(Options(threads=1), FAKE))
+    full = accuracy.jobs(Session(Options(threads=1), CPU))
     assert len(full[0].settings) >= 15 and len(full[1].settings) == 17  # type: ignore[attr-defined]  # noqa: PT018
     assert len(full[2].keys) == 2 * sum(fmt.is_quantized for fmt in KV_FORMATS.values())  # type: ignore[attr-defined]
     small = accuracy.jobs(quick())
@@ -201,51 +148,8 @@ def test_records_table_and_charts() -> None:
 # --------------------------------------------------------------------------------------------------------- quality per bit
 
 
-@pytest.mark.slow
-def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain model and one with outliers; each number is where its kind and its model say, and the sentences compare like bits."""
-    model, tokenizer = shipped
-    monkeypatch.setattr(accuracy, "_shipped", lambda device: (model, tokenizer.encode(heldout_text())))
-    s = quick()
-    s.study = "quality-per-bit"
-    alike = (Setting("int4", "int4"), Setting("int4", "int4", rotate_keys=True), quality_per_bit.DEFAULT, Setting("int8", "int4"))
-    two = {name: quality_per_bit.MODELS[name] for name in (quality_per_bit.PLAIN, "Qwen3")}
-    monkeypatch.setattr(quality_per_bit, "MODELS", two)
-    for name, outliers in two.items():
-        s.run(
-            [
-                accuracy.QualityJob(name, alike, 1, 64, outliers=outliers),
-                quality_per_bit.PlansJob(name, (7.0,), 1, 32, outliers=outliers),
-                accuracy.KeysJob(name, (("int4", False), ("int4", True)), 1, 64, outliers=outliers),
-                accuracy.QualityJob(name, (Setting(weights="int4_col"),), 1, 64, quality_per_bit.OF_WEIGHTS, outliers),
-                quality_per_bit.ContinuationsJob(name, (Setting("int2", "int2"), quality_per_bit.DEFAULT), 160, outliers=outliers),
-            ]
-        )
-    assert not [r.refused for r in s.records if r.refused]
-    headers, rows = quality_per_bit.table(s.records)
-    assert headers[2:] == ("bits", quality_per_bit.PLAIN, "Qwen3")
-    assert [row[0] for row in rows].count("KL, all layers alike") == 4
-    by_kind = {(row[0], row[1]): row for row in rows}
-    int4, rotated = (by_kind["KL, all layers alike", name] for name in ("int4", "int4 rotated"))
-    assert float(int4[4]) > 10 * float(rotated[4]) > 10 * float(by_kind["KL, all layers alike", quality_per_bit.DEFAULT.kv][4])
-    assert float(by_kind["attention error, keys", "int4"][4]) > 2 * float(by_kind["attention error, keys", "int4 rotated"][4])
-    (plan,) = (row for row in rows if row[0] == "KL, by layer" and row[3])
-    assert 0 < float(plan[2]) <= 7
-    assert ("KL, weights", "int4_col") in by_kind
-    exact, coarse = (by_kind["equal tokens of 152, perplexity", name] for name in ("bf16", "int2"))
-    assert exact[3].startswith("152, ")
-    assert int(coarse[3].split(",")[0]) < 152
-    assert len(quality_per_bit.drawn(s.records)) == 2
-    default, plans = quality_per_bit.says(s.records)
-    assert default.startswith(
-        f"KL of the default cache, {quality_per_bit.DEFAULT.kv}, and of the best other choice of no more bits: no outliers "
-    )
-    assert "(int8 / int4)" in default
-    assert "of 2 cases" in plans
-
-
 def test_quality_per_bit_measures_every_format_once() -> None:
-    full = quality_per_bit.jobs(Session(Options(threads=1), FAKE))
+    full = quality_per_bit.jobs(Session(Options(threads=1), CPU))
     assert [job.name for job in full[::5]] == list(quality_per_bit.MODELS)
     names = [s.kv for s in full[0].settings]  # type: ignore[attr-defined]
     assert len(set(names)) == len(names)

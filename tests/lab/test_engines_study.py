@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from benches import GPU, quick
 
-from halfbyte.device import Device, describe
 from halfbyte.errors import InvalidArgument
 from halfbyte_lab.baselines import vllm_kernels
 from halfbyte_lab.cases import engine_step
 from halfbyte_lab.cases.engine_step import Dense, Packed, Requests, Step
-from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.studies import engines, study
+from halfbyte_lab.studies import engines
 
-GPU = Device("cuda", "fake", memory_bytes=2**36, cache_bytes=0, cores=1, threads=1, index=0)
 MIXED = Requests(3, 20, prompt=6, past=15)
-
-
-def session(device: Device | None = None, pattern: str = "", quick: bool = True) -> Session:
-    return Session(Options(quick=quick, pattern=pattern, threads=1), device or describe("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("requests", [Requests(2, 20), MIXED])
 def test_it_runs_on_a_cpu(requests: Requests) -> None:
-    measured = session(pattern="int4|sdpa$").run([engines.StepJob(requests)])
+    measured = quick(pattern="int4|sdpa$").run([engines.StepJob(requests)])
     ours = [engines.STEP, engines.ATTENTION] + [engines.DECODE] * (not requests.prompt) + [engines.INVARIANT]
     expected = [(formats, f"halfbyte {part}") for formats in engines.FORMATS[1:] for part in ours]
     assert [(r.formats, r.implementation) for r in measured] == [*expected, ("bf16", "torch sdpa")]
@@ -52,14 +44,6 @@ def test_it_runs_on_a_cpu(requests: Requests) -> None:
     assert measured[0].nbytes == tokens * (64 + 2 + 32 + 2 * 2 * 2)  # int8 and its scale; int4 with two scales and offsets
 
 
-def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Packed.attend
-    monkeypatch.setattr(Packed, "attend", lambda self: 1.05 * right(self))
-    wrong = session(pattern="halfbyte attention$").run([engines.StepJob(MIXED)])
-    assert [r.seconds for r in wrong] == [None] * len(engines.FORMATS)
-    assert "exceeds the allowed" in wrong[0].refused
-
-
 def test_what_is_said_of_deterministic_batch_ran_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     right = engine_step.attention_varlen
@@ -68,7 +52,7 @@ def test_what_is_said_of_deterministic_batch_ran_with_it(monkeypatch: pytest.Mon
     )
     for name, expected in ((engines.ATTENTION, {False}), (engines.INVARIANT, {True})):
         asked.clear()
-        assert session(pattern=f"int8 halfbyte {name}$").run([engines.StepJob(MIXED)])
+        assert quick(pattern=f"int8 halfbyte {name}$").run([engines.StepJob(MIXED)])
         assert set(asked) == expected
 
 
@@ -99,10 +83,10 @@ def test_all_caches_hold_the_same_tokens() -> None:
 
 
 def test_cases_of_a_gpu() -> None:
-    names = [job.name for job in engines.jobs(session(GPU, quick=False))]
+    names = [job.name for job in engines.jobs(Session(Options(), GPU))]
     assert len(names) == len(set(names)) == len(engines.CASES) + 1
     assert names[1] == "engines, 64 x 8,192 + prompt of 512 behind 3,584, pages of 16"
-    assert len(engines.jobs(session(GPU))) == 3
+    assert len(engines.jobs(quick(GPU))) == 3
 
 
 def test_sources_without_the_kernels_are_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,36 +94,3 @@ def test_sources_without_the_kernels_are_named(tmp_path, monkeypatch: pytest.Mon
     assert vllm_kernels.missing() == ""
     with pytest.raises(InvalidArgument, match=r"lacks .*triton_attention_helpers\.py"):
         vllm_kernels.kernels()
-
-
-def test_how_it_is_told() -> None:
-    here, measured = session(), list[Record]()
-    times = {"halfbyte step": 2e-4, "halfbyte attention": 1.9e-4, "halfbyte decode_attention": 1.9e-4, "vllm step": 6e-4}
-    times |= {f"halfbyte {engines.INVARIANT}": 3.8e-4}
-    for formats in ("int8", "int4"):
-        for name, seconds in times.items():
-            blank = Record(engines.OP, {"B": 64}, formats, name, 10**6, here.environment, case="engines, 64 x 8,192")
-            measured.append(replace(blank, seconds=seconds, error=1e-3))
-    blank = Record(engines.OP, {"B": 64}, "bf16", "vllm step", 10**6, here.environment, case="engines, 64 x 8,192")
-    measured.append(replace(blank, seconds=3e-4, error=1e-3))
-    blank = Record(engines.HOST, {"B": 2}, "int4", "build", 0, here.environment, case="engines, host, decode")
-    measured.append(replace(blank, seconds=2e-5))
-    headers, rows = engines.table(measured)
-    assert len(rows) == len(measured)
-    assert all(len(row) == len(headers) for row in rows)
-    assert rows[0][6:] == ("3.00", "", "0.001")
-    assert rows[1][6:] == ("", "1.00", "0.001")
-    assert engines.says(measured) == [
-        "Append and attention of a step run 1.50 times as fast in int8, 1.50 times as fast in int4 as vLLM's Triton kernels "
-        "in their best format.",
-        "At the same bits: 3.00 times as fast in int8, 3.00 times as fast in int4.",
-        "Over a batch that decodes, attention_varlen is 1.00 times as fast as decode_attention.",
-        "With deterministic_batch attention takes 2.00 times as long.",
-        "Host time of eager calls: build 20.0 us (decode).",
-    ]
-    assert "64 x 8,192, int8" in engines.drawn(measured)[0]
-    assert engines.says([]) == engines.drawn([]) == []
-
-
-def test_it_is_found_by_its_name() -> None:
-    assert study("engines") is engines.STUDY

@@ -6,44 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benches import quick
 
-from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.reference.experts import ExpertsCall
 from halfbyte_lab.baselines import triton_experts
 from halfbyte_lab.cases import experts_cases
 from halfbyte_lab.measure.records import Record
-from halfbyte_lab.measure.session import Options, Session
 
 GATE_AND_UP, DOWN, PROMPTS = experts_cases.jobs(["auto"], "cpu")
-
-
-def session(pattern: str = "") -> Session:
-    return Session(Options(quick=True, pattern=pattern, threads=1), describe("cpu"))
-
-
-@pytest.mark.slow
-def test_both_projections_run_on_a_cpu() -> None:
-    measured = session().run([GATE_AND_UP, DOWN])
-    assert len(measured) == 2 * (len(experts_cases.TOKENS) + 2)
-    assert all(r.seconds and r.error is not None and not r.refused for r in measured)
-    assert [r.case for r in session("4 tokens").run([DOWN])] == [
-        "a small mixture, down, 4 tokens",
-        "a small mixture, down, 64 tokens",
-    ]
 
 
 @pytest.mark.slow
 def test_prompts_stand_beside_16_bits() -> None:
     for job in (GATE_AND_UP, DOWN):
-        peer, ours = session("96 tokens").run([job])
+        peer, ours = quick(pattern="96 tokens").run([job])
         assert (peer.implementation, peer.formats, peer.bars) == (experts_cases.GROUPED, "bf16", ())
         assert (ours.peer, ours.peer_seconds) == (peer.implementation, peer.seconds)
         assert [bar.quantity for bar in experts_cases._bars(ours)] == ["times_16_bit"]
 
 
 def test_both_projections_of_prompts_stand_beside_16_bits() -> None:
-    one, two, peer = session().run([PROMPTS])
+    one, two, peer = quick().run([PROMPTS])
     assert (one.case, one.nbytes) == ("a small mixture, both projections, 96 tokens", 4 * (32768 + 3 * 512) * 3 // 2)
     assert [r.implementation for r in (one, two, peer)] == ["halfbyte auto", "halfbyte auto, two calls", experts_cases.GROUPED]
     assert {r.peer_seconds for r in (one, two)} == {peer.seconds}
@@ -52,7 +36,7 @@ def test_both_projections_of_prompts_stand_beside_16_bits() -> None:
 
 def test_bytes_are_those_of_the_experts_that_are_hit() -> None:
     """An expert of 256 rows of 256 codes in groups of 128: 32,768 bytes, and 3 for each of 512 groups."""
-    one = session("1 token").run([GATE_AND_UP])[0]
+    one = quick(pattern="1 token").run([GATE_AND_UP])[0]
     assert (one.shape["hit"], one.nbytes) == (2, 2 * (32768 + 3 * 512))
 
 
@@ -63,7 +47,7 @@ def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.05 * right(call, impl)
 
     monkeypatch.setattr(experts_cases, "_run", wrong)
-    (found,) = session("1 token").run([DOWN])
+    (found,) = quick(pattern="1 token").run([DOWN])
     assert found.seconds is None
     assert "exceeds the allowed" in found.refused
 
@@ -78,7 +62,7 @@ def test_layers_on_a_gpu() -> None:
 def test_mxfp4_is_held_against_tritons_own_kernel() -> None:
     """The fastest of its ways, where there is a time of one and ours is that of a graph."""
     blank = Record(
-        "experts_linear", {"T": 4}, "mxfp4", "halfbyte auto", 1, session().environment, case="4 tokens", method="cuda graph"
+        "experts_linear", {"T": 4}, "mxfp4", "halfbyte auto", 1, quick().environment, case="4 tokens", method="cuda graph"
     )
     assert [(bar.quantity, bar.bound) for bar in experts_cases._bars(blank)] == [("roof_share", 0.85), ("times_4_bit", 1.5)]
     ours = replace(blank, seconds=2e-6)

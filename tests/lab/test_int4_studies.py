@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
+from benches import CPU, WHERE, quick
 
 from halfbyte.cache import KVCache
-from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.evals.environment import Environment
 from halfbyte.formats import KV_FORMATS
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import gluon_plan
@@ -22,27 +20,14 @@ from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.settings import pair_launches
 from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
-from halfbyte_lab.measure import charts, compare, session, tables
+from halfbyte_lab.measure import charts, compare, tables
 from halfbyte_lab.measure.caches import DecodeCase, Inputs
 from halfbyte_lab.measure.decode import DecodeShape, attend
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.measure.timing import Effort
-from halfbyte_lab.studies import QUESTIONS, int4_gqa, int4_ladder, published_gqa, study
+from halfbyte_lab.studies import int4_gqa, int4_ladder, published_gqa
 
-BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
-FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
-WHERE = Environment("fake", "", 1, {"torch": "2"}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
 SMALL = DecodeCase("small", DecodeShape(2, 4, 1, 64, 48), baselines=True)
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "QUICK", BRIEF)
-
-
-def quick(device: Device = FAKE, **options: Any) -> Session:
-    return Session(Options(quick=True, **options), device)
 
 
 def tuned(batch: int, formats: str = "int4") -> DecodePlan:
@@ -181,7 +166,7 @@ def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: p
     """What would be launched, without a GPU to launch it."""
     planned = {"auto": tuned(32), "gluon": tuned(32), "triton": portable(32)}
     monkeypatch.setattr(by_plan, "planned", lambda q, cache, impl: planned[impl])
-    job, gpu = int4_gqa.BatchJob(32, 8192, splits=(1, 32, 64)), quick(dataclasses.replace(FAKE, kind="cuda"))
+    job, gpu = int4_gqa.BatchJob(32, 8192, splits=(1, 32, 64)), quick(dataclasses.replace(CPU, kind="cuda"))
     inputs = Inputs.random(SMALL, torch.device("cpu"))
     ways = job._ways(gpu, inputs, None)  # type: ignore[arg-type]
     assert {name: dict(way.sizes) for name, way in ways.items()} == {
@@ -195,67 +180,11 @@ def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: p
     assert not any(way.paired for way in ways.values())
     plans = [way.call.keywords["plan"] for name, way in ways.items() if "gluon" in name]  # type: ignore[attr-defined]
     assert not any(plan.spec.use_pdl for plan in plans)
-    full = int4_gqa.jobs(Session(Options(), dataclasses.replace(FAKE, kind="cuda")))
+    full = int4_gqa.jobs(Session(Options(), dataclasses.replace(CPU, kind="cuda")))
     assert [job.batch for job in full if isinstance(job, int4_gqa.BatchJob)] == [32, 64, 128, 256, 512]
     others = [(job.others, job.compiled) for job in full if isinstance(job, int4_gqa.BatchJob)]
     assert others == [(True, True), (True, False), (True, False), (True, False), (True, True)]
     assert len(int4_gqa.jobs(gpu)) == 1
-
-
-def test_gqa_is_told_with_the_best_of_its_splits_beside_what_was_published() -> None:
-    def one(formats: str, by: str, us: float, **sizes: int) -> Record:
-        return rec(int4_gqa.OP, "int4-gqa, batch 512 x 8,192", 512, formats, by, us, **sizes)
-
-    measured = [
-        one("bf16", "torch sdpa cudnn", 480.0),
-        one("bf16", "torch sdpa cudnn, folded heads", 470.0),
-        one("int4", "halfbyte auto", 136.0, programs=256),
-        one("int4", "halfbyte gluon, 1 split", 140.0, programs=512),
-        one("int4", "halfbyte gluon, 2 splits", 150.0, programs=1024),
-        one("int4", "halfbyte triton, 4 splits", 235.0, splits=4),
-    ]
-    work = f"{512 * 8 * 8192 * 128 * 4 / 1e6:.1f}"  # of a million bytes
-    rows = [row[1:] for row in int4_gqa.table(measured)[1]]
-    theirs = ("1,581", "", "362", "", "1", "756", "", "757", "", "1")
-    assert rows == [
-        ("bf16", "torch sdpa cudnn", "", "", "470.0", "2.1", "2.1 %", work, "1.00", *[""] * 11),
-        ("int4", "halfbyte auto", "", "0.5", "136.0", "7.4", "7.4 %", work, "3.46", *[""] * 11),
-        (
-            "int4",
-            "halfbyte gluon",
-            "CU INT4",
-            "1",
-            "140.0",
-            "7.1",
-            "7.1 %",
-            work,
-            "3.36",
-            *("930", "1,659", "616", "345", "1"),
-            *("575", "1,066", "996", "537", "2"),
-            "1.74",
-        ),
-        ("int4", "halfbyte triton", "FD INT4", "4", "235.0", "4.3", "4.3 %", work, "2.00", *theirs, "1.32"),
-    ]
-    assert int4_gqa.says(measured) == [
-        "On fake, row-wise INT4 takes 136.0 us at batch 512 (7.4 GB/s), 3.46 times as fast as the fastest BF16 kernel.",
-        "4-bit codes are a quarter of BF16; with scales and offsets the bytes are 1.00 times fewer, and 7 % of the roofline "
-        "instead of 2 % leave 3.46x at batch 512.",
-        "Published for an H100, not measured here: 575 us, 1.74 times as fast as Flash-Decoding in BF16.",
-    ]
-    swept = [one("int4", f"row-wise fbgemm, {n} splits", us) for n, us in ((8, 410.0), (16, 390.0))]
-    beside = [*measured, one("int4", "fbgemm", 400.0), *swept]
-    *as_before, new = int4_gqa.table(beside)[1]
-    assert as_before == int4_gqa.table(measured)[1]  # one without a sweep has no row
-    assert new[2:7] == ("row-wise fbgemm", "CU INT4", "16", "390.0", "2.6")
-    assert int4_gqa.says(beside)[0] == int4_gqa.says(measured)[0]
-    assert int4_gqa.says(beside)[2] == "FBGEMM's own kernel, with one group, takes 390.0 us at batch 512."
-    times, by_splits = int4_gqa.drawn(measured)
-    assert "published, H100: CU INT4" in times
-    assert "halfbyte triton" in by_splits
-    alone = [r for r in measured if r.formats != "bf16"]
-    assert int4_gqa.says(alone)[0].endswith("(7.4 GB/s).")
-    assert int4_gqa.says([]) == []
-    assert int4_gqa.drawn([dataclasses.replace(r, seconds=None) for r in measured]) == []
 
 
 # ------------------------------------------------------------------------------------------------------------------- int4-ladder
@@ -322,69 +251,11 @@ def test_a_ladder_is_that_of_its_last_run() -> None:
     assert [row[2:4] for row in int4_ladder.table(compare.latest([*old, new]))[1]] == [("a", "5.0")]
 
 
-def test_the_ladder_on_a_cpu_has_rungs_of_its_own() -> None:
-    measured = quick().run([int4_ladder.LadderJob(2, 48)])
-    assert [r.implementation for r in measured[:2]] == ["halfbyte reference", "halfbyte cpu"]
-    assert measured[2].implementation.startswith("torch sdpa")
-    assert measured[2].formats == "bf16"
-    assert [r.shape["rung"] for r in measured] == [1, 2, 3]
-    assert all(r.seconds and r.op == int4_ladder.OP for r in measured)
-    headers, rows = int4_ladder.table(measured)
-    assert len(rows) == 3
-    assert all(len(row) == len(headers) for row in rows)
-    told = int4_ladder.says(measured)
-    assert told[0].startswith("On fake: batch 2, ")
-    assert '"halfbyte cpu"' in told[0]
-    assert "need a GPU" in told[1]
-    assert len(int4_ladder.drawn(measured)) == 1
-    assert quick(pattern="nothing").run([int4_ladder.LadderJob(2, 48)]) == []
-
-
-def test_steps_are_told_only_between_rungs_that_were_measured() -> None:
-    case = "int4-ladder, batch 512 x 8,192"
-    times = {"a": 400.0, "b": 300.0, "c": None, "d": 150.0, "e": 100.0}
-    measured = [rec(int4_ladder.OP, case, 512, "int4", name, time, rung=i) for i, (name, time) in enumerate(times.items(), 1)]
-    measured.append(rec(int4_ladder.OP, case, 512, "int4_g32", "four groups", 125.0, rung=6))
-    rows = int4_ladder.table(list(reversed(measured)))[1]
-    assert [row[2:4] + row[6:-1] for row in rows[:6]] == [
-        ("a", "400.0", "", "1.00"),
-        ("b", "300.0", "1.33", "1.33"),
-        ("c", "refused", "", ""),
-        ("d", "150.0", "", "2.67"),
-        ("e", "100.0", "1.50", "4.00"),
-        ("four groups", "125.0", "0.80", "3.20"),
-    ]
-    theirs = {row[:2]: row[2:] for row in rows[6:]}
-    assert len(theirs) == 5 * (11 + 5)
-    assert theirs["published, A100, batch 512", "0"] == ("before", "1659", "345", "", "", "1.00", "0.97")
-    assert theirs["published, A100, batch 512", "10"][-3:] == ("1.14", "1.78", "1.73")
-    assert theirs["published, A100, batch 32", "6"] == ("groups, with vector loads", "111", "322", "", "0.98", "1.29", "1.25")
-    assert theirs["published, A100, batch 512, 4 groups", "6"] == ("groups, with vector loads", "1225", "", "", "", "1.00", "1.31")
-    assert theirs["published, A100, batch 512, 4 groups", "10"][-3:] == ("1.10", "1.27", "1.67")
-    assert int4_ladder.says(measured) == [
-        'On fake: batch 512, 400.0 to 100.0 us, 4.00x, the largest step "e" with 1.50x.',
-        "Published for ten other steps on an A100, not measured here: batch 512, 1,659 to 930.0 us, 1.78x, "
-        'the largest step "padded shared memory for K and V" with 1.14x.',
-        int4_ladder.HERE,
-    ]
-    mine, published = int4_ladder.drawn(measured)
-    assert "100.0, 1.50x" in mine
-    assert "930.0, 1.14x" in published
-    assert int4_ladder.says([]) == []
-    assert int4_ladder.drawn([]) == []
-
-
 def test_what_a_gpu_is_asked_for() -> None:
-    gpu = dataclasses.replace(FAKE, kind="cuda")
+    gpu = dataclasses.replace(CPU, kind="cuda")
     full, small = int4_ladder.jobs(Session(Options(), gpu)), int4_ladder.jobs(quick(gpu))
     assert full == [int4_ladder.LadderJob(512, 8192, True), int4_ladder.LadderJob(32, 8192)]
     assert small == [int4_ladder.LadderJob(512, 8192)]
-
-
-@pytest.mark.parametrize("name", ["int4-gqa", "int4-ladder"])
-def test_both_are_known_by_name(name: str) -> None:
-    assert study(name).name == name
-    assert study(name).asks == QUESTIONS[name]
 
 
 def test_curves_have_points_of_their_own() -> None:

@@ -7,43 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from benches import CPU, GPU, WHERE, quick
 
-import halfbyte
-from halfbyte.device import Device
-from halfbyte.evals.environment import Environment
 from halfbyte.kv_buffer import AttentionOptions
-from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.reference import attention
-from halfbyte_lab.measure import compare, session
+from halfbyte_lab.measure import compare
 from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.measure.timing import Effort
 from halfbyte_lab.studies import int8_granularity as gran
 from halfbyte_lab.studies import int8_splitk as splitk
-from halfbyte_lab.studies import study
-
-BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
-FAKE = Device("cpu", "fake", memory_bytes=2**33, cache_bytes=0, cores=1, threads=1)
-GPU = Device("cuda", "fake", memory_bytes=2**36, cache_bytes=0, cores=1, threads=1, index=0)
-WHERE = Environment("fake", "", 1, {"torch": "2"}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "QUICK", BRIEF)
-    monkeypatch.setattr(Session, "free", lambda _: None)  # looks through all of memory, for graphs that are not here
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # tests/interpreted has the kernels
-
-
-def quick(device: Device = FAKE, **options: Any) -> Session:
-    return Session(Options(quick=True, threads=1, **options), device)
-
 
 # ---------------------------------------------------------------------------------------------------------------- int8-splitk
 
@@ -86,16 +64,6 @@ def test_splitk_has_queries_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {r.formats for r in measured} == {"fp16", splitk.FORMAT}
 
 
-def test_splitk_has_no_time_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitk, "attend", lambda q, cache, impl: torch.zeros_like(q))
-    measured = quick().run([splitk.AttendJob(small(splitk.ONE))])
-    assert [r.seconds for r in measured] == [None]
-    assert "exceeds the allowed" in measured[0].refused
-    assert splitk.table(measured)[1][0][7] == "refused"
-    assert splitk.drawn(measured) == []
-    assert splitk.says(measured) == ["No kernel gave a right result in time that could be measured."]
-
-
 def test_splitk_asks_the_gpu_for_little_when_quick() -> None:
     assert [job.name for job in splitk.jobs(quick(GPU))] == [splitk.EMPTY, splitk.ONE.name]
     full = splitk.jobs(Session(Options(), GPU))
@@ -127,7 +95,7 @@ def test_splitk_counts_the_programs_that_have_work() -> None:
 def test_splitk_tells_what_a_program_takes_of_an_sm() -> None:
     """Compiled for a GPU that is not here: as many warps as registers, and shared memory, leave room for."""
     pytest.importorskip("triton")
-    h200 = replace(FAKE, kind="cuda", capability=(9, 0), sm_count=132)
+    h200 = replace(CPU, kind="cuda", capability=(9, 0), sm_count=132)
     p = DecodeProblem("fp16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
     plan = gluon_plan(p, 132, (9, 0), False)
     assert isinstance(plan, DecodePlan)
@@ -156,41 +124,6 @@ def made(problem: DecodeCase, name: str, seconds: float, **sizes: int) -> Record
         roof_share=0.5,
         **common,  # type: ignore[arg-type]
     )
-
-
-def on_a_gpu() -> list[Record]:
-    found = [Record(splitk.OP, {"launches": 1}, "", "empty kernel", 0, WHERE, seconds=1e-6, case=splitk.EMPTY)]
-    for n, problem in enumerate((splitk.ONE, splitk.TOKENS_FIRST, splitk.VARIED), 1):
-        for impl, launches in (("gluon", 1), ("triton", 2)):
-            found.append(made(problem, f"halfbyte {impl}{splitk.PLANNED}", n * launches * 4e-6, programs=72, launches=launches))
-            for count in splitk.SPLITS:
-                name = f"halfbyte {impl}, {count} split{'s' * (count > 1)}"
-                found.append(made(problem, name, n * launches * (3e-6 + 6e-6 / count), programs=8 * count, launches=launches))
-    found.append(made(splitk.EVEN, f"halfbyte gluon{splitk.PLANNED}", 4e-6, programs=1, launches=1))
-    found.append(made(splitk.ONE, f"halfbyte gluon{splitk.PLANNED}{splitk.OVERLAPPING}", 2e-6, programs=72, launches=1))
-    return found
-
-
-def test_splitk_tells_splits_and_floors() -> None:
-    measured = on_a_gpu()
-    headers, rows = splitk.table(measured)
-    assert all(len(row) == len(headers) for row in rows)
-    assert rows[0] == (splitk.ONE.name, "halfbyte gluon, as planned", "72", "1", *[""] * 3, "4.00", "2.00", "50 %", "1.00", "0.001")
-    assert rows[1][7:11] == ("9.00", "", "50 %", "2.25")
-    assert [row[7] for row in rows[-3:]] == ["1.3 - 1.5", "1.00", "2.10"]
-    assert not any(splitk.OVERLAPPING in row[1] for row in rows)
-    first, second = splitk.says(measured)
-    assert first == (
-        "halfbyte gluon, 16 splits takes 3.38 us, halfbyte gluon, as planned 4.00 us, only reading its 2.10 MB 2.10 us, "
-        "an empty launch 1.00 us; the published design expects 1.3 to 1.5 us of an A100."
-    )
-    assert second == (
-        "[B,T,H,D] takes 2.00 times as long as [B,H,T,D] (the design: 6 to 8); lengths of 128 to 1,024 take 3.00 times as long as "
-        "576 each; halfbyte triton, 16 splits, in two launches, takes 2.00 times as long as halfbyte gluon, 16 splits, in one."
-    )
-    by_splits, floors = splitk.drawn(measured)
-    assert all(f">{text}<" in by_splits for text in ("[B,H,T,D]", "[B,T,H,D]", "128 to 1,024 tokens", "gluon, as planned"))
-    assert "an empty launch" in floors
 
 
 # ----------------------------------------------------------------------------------------------------------- int8-granularity
@@ -253,36 +186,16 @@ def test_granularity_with_alibi_is_another_result() -> None:
 def test_granularity_skips_what_does_not_fit_and_says_how_much_it_needs() -> None:
     job = one(context=512)
     needed = job.needs("fp16", quick())
-    measured = quick(replace(FAKE, memory_bytes=2 * needed - 2)).run([job])
+    measured = quick(replace(CPU, memory_bytes=2 * needed - 2)).run([job])
     skipped = [r for r in measured if r.refused]
     assert [(r.formats, r.seconds) for r in skipped] == [("fp16", None)]
     assert skipped[0].refused == f"{job.name} fp16: skipped: {needed:,} bytes are needed and {needed - 1:,} are free"
     assert gran.table(measured)[1][0][4] == "skipped"
     assert all(row[5] == "" for row in gran.table(measured)[1])  # nothing to be held against
     assert gran.says(measured) == ["FP16 was not measured, so that nothing can be held against it."]
-    nothing = quick(replace(FAKE, memory_bytes=2)).run([job])
+    nothing = quick(replace(CPU, memory_bytes=2)).run([job])
     assert all("skipped" in r.refused for r in nothing)
     assert len(nothing) == len(gran.SCALES)
-
-
-def test_granularity_has_no_time_and_no_error_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(q: torch.Tensor, cache: halfbyte.KVCache, **options: Any) -> torch.Tensor:
-        out = decode_attention(q, cache, **options)
-        assert isinstance(out, torch.Tensor)
-        out[-1] += 0.1  # only the last of the batch
-        return out
-
-    monkeypatch.setattr(halfbyte, "decode_attention", shifted)
-    measured = [r for r in quick(pattern=" int8 ").run([one()]) if r.implementation == gran.OURS]
-    assert [(r.op, r.seconds) for r in measured] == [(gran.OP, None)]
-    assert "exceeds the allowed" in measured[0].refused
-    assert gran.drawn(measured) == []
-
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(gran, "fill", full)
-    assert [r.refused.partition(": ")[2] for r in quick().run([one()])] == ["OutOfMemoryError: no memory"] * len(gran.SCALES)
 
 
 def test_granularity_has_all_cases_on_a_gpu() -> None:
@@ -309,27 +222,6 @@ def of_every_case() -> list[Record]:
     return measured
 
 
-def test_granularity_tells_times_and_errors() -> None:
-    measured = of_every_case()
-    headers, rows = gran.table(measured)
-    assert len(rows) == 21 * 5
-    assert all(len(row) == len(headers) for row in rows)
-    assert rows[1][:7] == ("int8-granularity, MHA 32/32, 128", "int8_tensor", "tensor", gran.OURS, "38.6", "1.87", "1.87")
-    assert rows[1][7:] == ("4,000", "6.96", "134.2", "0.001", "0.011")
-    faster = replace(measured[0], implementation="torch sdpa cudnn", seconds=20e-6)
-    assert gran.table([*measured, faster])[1][1][5:7] == ("1.87", "0.52")
-    assert "INT8 (token and head) is slower in 1 of 21: 0.51x at MHA 32/32, 128." in gran.says([*measured, faster])[1]
-    first, second = gran.says(measured)
-    assert first.startswith("At MHA 32/32, 131,072 FP16 takes 68724.5 us and INT8 0.50 (tensor), 0.50 (token), ")
-    assert "in 0.50 to 0.53 of the bytes" in first
-    assert second.endswith("outlier keys: 0.004 (FP16), 0.044 (tensor), 0.084 (token), 0.12 (token and head), 0.16 (group of 32).")
-    by_context, faster, errors = gran.drawn(measured)
-    for text in ("MHA 32/32", "GQA 32/8", "MQA 32/1", "INT8 per token and head"):
-        assert f">{text}<" in by_context
-        assert f">{text}<" in faster
-    assert "INT8 per tensor, outlier keys" in errors
-
-
 def test_granularity_tells_no_error_of_a_result_that_is_refused_since() -> None:
     measured = of_every_case()
     later = replace(measured[0].environment, date="2030-01-01T00:00:00+00:00")
@@ -341,9 +233,3 @@ def test_granularity_tells_no_error_of_a_result_that_is_refused_since() -> None:
     assert {(row[4], row[11]) for row in rows} == {("refused", "")}
     assert "token and head" not in gran.says(kept)[1]
     assert not any("INT8 per token and head" in chart for chart in gran.drawn(kept))
-
-
-def test_the_studies_are_found_by_their_names() -> None:
-    for name, module in (("int8-splitk", splitk), ("int8-granularity", gran)):
-        assert study(name) is module.STUDY
-        assert module.STUDY.asks

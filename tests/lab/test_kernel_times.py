@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from benches import BRIEF, CPU, GPU
 from torch.profiler import ProfilerActivity
 
-from halfbyte.device import Device
 from halfbyte_lab.cases import append_case, decode_cases, linear_cases, qkv_cases, qkv_layers
 from halfbyte_lab.cases.linear_targets import LinearCase
 from halfbyte_lab.measure import cupti, decode, linear, session, suite, timing
@@ -21,12 +21,9 @@ from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.cupti import Kernel, seconds_of, traced
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.measure.timing import Effort, Work
+from halfbyte_lab.measure.timing import Work
 from halfbyte_lab.studies import int4_gqa, int4_ladder, int8_granularity, int8_splitk, w4a16_splitk
 
-BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
-FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
-GPU = dataclasses.replace(FAKE, kind="cuda", index=0, sm_count=132)
 HERE = torch.device("cuda:0")
 SPIN = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
 
@@ -151,7 +148,7 @@ def test_it_is_said_why_there_are_no_times(fake: FakeProfiler, monkeypatch: pyte
 
 def test_a_session_traces_on_a_gpu_that_lets_it(fake: FakeProfiler, capsys: pytest.CaptureFixture[str]) -> None:
     work = {"it": Work([fake.kernel("a", 3.0)])}
-    on, off, cpu = (Session(Options(quick=True, kernels=k), FAKE) for k in (True, False, True))
+    on, off, cpu = (Session(Options(quick=True, kernels=k), CPU) for k in (True, False, True))
     on.device = off.device = GPU
     assert on.kernel_seconds(work) == {"it": pytest.approx(3e-6)}
     assert off.kernel_seconds(work) == {}
@@ -221,7 +218,7 @@ def test_every_time_comes_with_that_of_its_kernels(
     monkeypatch.setattr(session, "QUICK", BRIEF)
     monkeypatch.setattr(timing._CpuSampler, "sample", sampling)
     monkeypatch.setattr(Session, "kernel_seconds", known)
-    s = Session(Options(quick=True, threads=1), dataclasses.replace(FAKE, memory_bytes=2**33))
+    s = Session(Options(quick=True, threads=1), dataclasses.replace(CPU, memory_bytes=2**33))
     measured = s.run(jobs(s))
     timed = [r for r in measured if r.seconds]
     assert timed, [r.refused for r in measured]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from benches import BRIEF, CPU, WHERE, quick
 
 import halfbyte
 from halfbyte.device import Device
 from halfbyte.errors import CheckpointError, Unsupported
-from halfbyte.evals.environment import Environment
 from halfbyte.formats import weight_format
 from halfbyte_lab.cases import linear_baselines, linear_cases, linear_targets, literature, qkv_cases, qkv_layers
 from halfbyte_lab.cases.decompositions import DATA_PARALLEL, EVERY, KERNELS, Decomposition, Form, resident
@@ -27,25 +27,11 @@ from halfbyte_lab.measure.cupti import Kernel
 from halfbyte_lab.measure.linear import copies_of
 from halfbyte_lab.measure.page import write_page
 from halfbyte_lab.measure.records import Record
-from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.measure.timing import Effort
+from halfbyte_lab.measure.session import Session
 from halfbyte_lab.studies import w4a16_splitk
 from halfbyte_lab.suites import section_of
 
-BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
-FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
 SMALL = LinearCase(64, 256, "small", rows=(1, 4), few=(1,))
-WHERE = Environment("fake", "", 1, {"torch": "2"}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "QUICK", BRIEF)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # tests/interpreted has the published kernel
-
-
-def quick(**options: Any) -> Session:
-    return Session(Options(quick=True, **options), FAKE)
 
 
 def rec(case: str, shape: dict[str, int], formats: str, by: str, seconds: float, **more: Any) -> Record:
@@ -152,17 +138,6 @@ def test_prefill_is_held_against_dequantizing_first() -> None:
     ]
     (verdict,) = measured[2].bars
     assert verdict.value == pytest.approx((measured[2].seconds or 0) / (measured[1].seconds or 1))
-
-
-def test_a_wrong_product_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = halfbyte.linear
-    monkeypatch.setattr(halfbyte, "linear", lambda x, w, impl: right(x, w, impl=impl) * (1.02 if w.format.name == "nf4" else 1))
-    measured = quick(pattern="1 row").run([linear_cases.LayerJob(SMALL, ("auto",))])
-    refused = [r for r in measured if r.refused]
-    assert [r.formats for r in refused] == ["nf4"]
-    assert "exceeds the allowed" in refused[0].refused
-    assert refused[0].seconds is None
-    assert len(measured) == 8
 
 
 def test_a_product_that_goes_wrong_while_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +269,7 @@ def test_blocks_that_a_multiprocessor_holds() -> None:
     assert resident(made(96, 49536, 4), gpu) == 4  # shared memory: 228 KB
     assert resident(made(250, 0, 8), gpu) == 1  # registers
     assert resident(made(16, 0, 4), gpu) == 16  # threads
-    assert resident(made(96, 0, 4), FAKE) == 1
+    assert resident(made(96, 0, 4), CPU) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------------- qkv
@@ -370,7 +345,7 @@ def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(mon
     }
     s = quick()
     monkeypatch.setattr(Session, "traced", lambda _, works: {name: calls[name] for name in works})
-    gpu = dataclasses.replace(FAKE, kind="cuda")
+    gpu = dataclasses.replace(CPU, kind="cuda")
     records = {
         v.name: Record(qkv_cases.OP, {}, "nf4", v.name, 1, s.environment, seconds=1.0, note="x") for v in qkv_layers.VARIANTS
     }
@@ -492,29 +467,6 @@ def some_records() -> list[Record]:
 
 def session_judge(layer: LinearCase, rows: int, ours: Record, beside: list[Record]) -> Any:
     return judge(linear_targets.targets_of(layer, rows, INT4), linear_cases.figures(ours, beside))
-
-
-def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = make_tables()
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.linear() == tables.linear_verdicts() == tables.NOTHING
-    (tmp_path / "docs" / "performance").mkdir(parents=True)
-    made = some_records()
-    old = dataclasses.replace(made[2], seconds=99e-6)
-    study = quick().run([w4a16_splitk.SizeJob(128, 128, (1,))])
-    records.append(tmp_path / "results" / "gpu.jsonl", [old, *made, *study])
-    text = tables.linear()
-    assert "| 8192 x 8192, M = 1 | 11.0, 85 % |" in text
-    assert "15.6 humming" in text
-    assert "another run" in text
-    assert "99.0" not in text
-    assert "missed: 85.5 % (by 5 %)" in tables.linear_verdicts()
-    assert tables.all_bars() == tables.NOTHING  # none of attention
-    assert "split-k study" not in tables.linear()
-    tables.write_charts()
-    svg = (tmp_path / tables.LINEAR_CHART).read_text()
-    assert all(word in svg for word in ("8192 x 8192", "halfbyte int4", "cuBLAS", linear_targets.QUOTED, "prefers-color-scheme"))
-    assert not (tmp_path / tables.CHART).exists()
 
 
 def test_humming_stands_beside_ours_of_the_same_run_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benches import CPU, GPU
 from transformers import LlamaConfig
 
-from halfbyte.device import Device
 from halfbyte_lab import model_step
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, SIZES, Steps
 from halfbyte_lab.studies import step, study
-
-CPU = Device("cpu", "fake", memory_bytes=2**33, cache_bytes=0, cores=1, threads=1)
-GPU = Device("cuda", "fake gpu", 141 * 10**9, 50 * 2**20, 8, 8, index=0, capability=(9, 0), sm_count=132, driver="580.1")
 
 
 def test_cases_can_be_built() -> None:

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from benches import BRIEF, CPU, GPU, quick
 
 import halfbyte
 from halfbyte import precompile
-from halfbyte.device import Device
 from halfbyte_lab import bench, suites
 from halfbyte_lab.baselines import Baseline, Prepared, attention
 from halfbyte_lab.baselines import linear as linear_adapters
 from halfbyte_lab.baselines import run as run_baselines
 from halfbyte_lab.cases import decode_cases, linear_cases
 from halfbyte_lab.cases.linear_targets import LinearCase
-from halfbyte_lab.measure import decode, linear, records, session
+from halfbyte_lab.measure import decode, linear, records
 from halfbyte_lab.measure import suite as suite_module
 from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.checks import float64_attention
@@ -31,23 +31,10 @@ from halfbyte_lab.measure.linear import LinearShape
 from halfbyte_lab.measure.precompile import Precompiled
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.report_sections import plain
-from halfbyte_lab.measure.session import Options, Session
+from halfbyte_lab.measure.session import Session
 from halfbyte_lab.measure.suite import Suite
 from halfbyte_lab.measure.timing import GRAPHS, MANY_GRAPHS, Effort
 from halfbyte_lab.studies import QUESTIONS, Study
-
-BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
-FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
-GPU = Device("cuda", "fake gpu", 2**37, 50 * 2**20, 8, 8, index=0, capability=(9, 0), sm_count=132, driver="580.1")
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "QUICK", BRIEF)
-
-
-def quick(**options: Any) -> Session:
-    return Session(Options(quick=True, **options), FAKE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +120,7 @@ def test_a_part_takes_its_own_effort_on_a_gpu() -> None:
 def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of the tuned levels, one by one, would take more minutes than the measuring."""
     pytest.importorskip("triton")
-    s = Session(Options(quick=True), FAKE)
+    s = quick()
     s.device = dataclasses.replace(GPU, name="NVIDIA H200")
     asked: list[tuple[int, tuple[int, int], int]] = []
 
@@ -159,7 +146,7 @@ def test_all_has_every_command_and_every_study() -> None:
     every = suites.every(quick())
     assert [s.study for s in every if s.study] == ["peers", *QUESTIONS]
     assert {s.section.title for s in every} >= {"Decode attention", "Linear", "Peers", *QUESTIONS}
-    on_gpu = Session(Options(quick=True), FAKE)
+    on_gpu = quick()
     on_gpu.device = GPU
     assert [s.section for s in suites.every(on_gpu)][:3] == [
         suites.DECODE,
@@ -260,13 +247,13 @@ def test_a_mutant_of_the_linear_layer_is_refused_by_every_bench(monkeypatch: pyt
 
 
 def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = {row[0]: row[-1] for row in run_baselines.table_rows(FAKE)}
+    listed = {row[0]: row[-1] for row in run_baselines.table_rows(CPU)}
     assert listed["torch sdpa"] == listed["flex attention"] == listed["tinygemm"] == "yes"
     assert listed["torch sdpa cudnn"] == "no: needs an NVIDIA GPU"
     assert listed["humming"] == "no: not installed: pip install humming-kernels; needs an NVIDIA GPU"
     assert {"flashinfer", "row-wise fbgemm, 8 splits", "gemlite", "bitsandbytes", "hf quantized cache, quanto"} <= set(listed)
     absent = Baseline("x", "linear", "int4", packages=("no_such_package.part",), install="x", gpu=True)
-    assert absent.missing(FAKE) == "not installed: pip install x; needs an NVIDIA GPU"
+    assert absent.missing(CPU) == "not installed: pip install x; needs an NVIDIA GPU"
     assert absent.missing(GPU) == "not installed: pip install x"
     with pytest.raises(SystemExit, match="0"):
         bench.main(["baselines", "--device", "cpu", "--json"])

@@ -77,6 +77,7 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
     plan, problem = analytic(name, features, width, rows), problem_of(name, features, width, rows)
     choices = linear_choices(plan, problem, H200)
     assert choices[0] == linear_choice(plan)
+    assert with_linear_choice(plan, choices[0], problem, H200) == plan
     assert len(choices) == len(set(choices)) <= MOST_CHOICES
     for choice in choices:
         made = with_linear_choice(plan, choice, problem, H200)
@@ -89,13 +90,6 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
         assert whole * made.programs + shared == made.tiles  # every tile is somebody's
         assert each + (more > 0) <= made.steps  # a part lies in two tiles at most, which is what workspace is planned for
         assert made.counters >= shared
-
-
-@pytest.mark.parametrize("name", ["int4_sym_g128", "mxfp4", "int8_col"])
-@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 190])
-def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
-    plan = analytic(name, (6144,), 4096, rows)
-    assert with_linear_choice(plan, linear_choice(plan), problem_of(name, (6144,), 4096, rows), H200) == plan
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import benches
 import pytest
 import torch
 import torch.distributed as dist
+from benches import CPU, quick
 
 from halfbyte.device import Device
 from halfbyte.ops.all_reduce import AllReduce, of_all
@@ -27,8 +27,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.studies import decode_70b
 
-FAKE = Device("cpu", "fake", memory_bytes=2**33, cache_bytes=0, cores=1, threads=1)
-GPU = Device("cuda", "fake gpu", 80 * 10**9, 50 * 2**20, 8, 8, index=0, capability=(9, 0), sm_count=132, driver="580.1")
+GPU = replace(benches.GPU, memory_bytes=80 * 10**9)
 SIZES = Rank(hidden=128, q_heads=8, kv_heads=2, dim=32, ffn=128, layers=3, vocabulary=64)
 ATTEND = partial(decode.attend, impl="auto")
 
@@ -45,7 +44,7 @@ def step_of(rank: Rank, model: Model, heads: slice, reduce: AllReduce | None = N
 
 def joined(parts: list[Model]) -> Model:
     """One model of the ranks' weights."""
-    made, rank = Model(SIZES, FAKE, SIZES.layers), parts[0].rank
+    made, rank = Model(SIZES, CPU, SIZES.layers), parts[0].rank
 
     def beside(products: list[Product], *sizes: int) -> Product:
         """Weights that ranks hold by rows, in blocks of so many."""
@@ -119,7 +118,7 @@ def found() -> dict[str, Any]:
 
 def test_ranks_together_are_one_model(found: dict[str, Any]) -> None:
     share = SIZES.shared(2)
-    one = joined([Model(share, FAKE, share.layers, seed=seed) for seed in range(2)])
+    one = joined([Model(share, CPU, share.layers, seed=seed) for seed in range(2)])
     with torch.no_grad():
         made = step_of(SIZES, one, slice(None)).whole()
     assert torch.equal(*found["hidden"])
@@ -173,7 +172,7 @@ def breaks(code: int, machine: Device) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_the_study_measures_ranks() -> None:
-    session = Session(Options(quick=True, pattern="on 2 int4", threads=1), FAKE)
+    session = quick(pattern="on 2 int4")
     measured = session.run(decode_70b.jobs(session))
     assert [(r.case, r.formats) for r in measured] == [("batch 2 x 256 on 2", f) for f in ("int4", "int4_g32")]
     assert all(r.seconds for r in measured)
@@ -198,43 +197,3 @@ def test_what_does_not_fit_is_known_before(ranks: int, batch: int, context: int,
     blanks = {way.formats: case.blank(Session(Options(), GPU), way, whole_model.SHARE) for way in whole_model.ways("cuda")}
     assert bool(blanks["bf16"].refused) is not held
     assert not blanks["int4"].refused
-
-
-def recorded(formats: str, seconds: float, way: str = "it", summed: str = "one-shot") -> Record:
-    where = Session(Options(), FAKE).environment
-    shape = {"B": 64, "Hq": 16, "H": 2, "D": 128, "T": 2048, "ranks": 4}
-    blank = Record(whole_model.OP, shape, formats, way, 10**10, where, case="batch 64 x 2,048 on 4")
-    return replace(blank, seconds=seconds, method=f"all-reduce: {summed}; feed-forward in FP8")
-
-
-def test_how_the_whole_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = [
-        *(recorded("bf16", seconds, way) for seconds, way in ((0.012, "slow"), (0.011, "fast"))),
-        recorded("int4", 0.008),
-        recorded("int4_g32", 0.010),
-        recorded("int4_g32", 0.0095, whole_model.BY_NCCL, "nccl"),
-    ]
-    of_one_rank = replace(measured[2], op=decode_70b.OP, case="batch 64 x 2,048")
-    headers, (row,) = decode_70b.whole_table([*measured, of_one_rank])
-    assert len(headers) == len(row)
-    assert row == (
-        *("batch 64 x 2,048 on 4", "one-shot", "10.0", "10.0", "11.00", "8.00", "10.00", "1.38x"),
-        *("5,818", "8,000", "6,400", "9.50"),
-    )
-    told = decode_70b.says([*measured, of_one_rank])
-    assert "at batch 64 x 2,048 tokens on 4 ranks a step takes 11.00 ms with a BF16 cache, 8.00 ms with INT4 per head" in told[0]
-    assert told[1] == decode_70b.PUBLISHED
-    whole, one = decode_70b.drawn([*measured, of_one_rank])
-    assert all(words in whole for words in ("All ranks", "2,048 tokens, 4 ranks", "BF16", "INT4, groups of 32"))
-    assert "One rank" in one
-    two = [replace(r, case=r.case.replace("4", "2"), shape={**r.shape, "ranks": 2}) for r in measured]
-    assert decode_70b.cases([*measured, *two], whole_model.OP) == [two[0].case, measured[0].case]
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    tables = import_module("make_tables")
-    text = "\n".join(tables._study_text("decode-70b", [*measured, of_one_rank]))
-    assert text.index("| case | all-reduce | GB a rank, BF16 |") < text.index("| case | BF16 attention |")
-    assert "all-reduce" not in "\n".join(tables._study_text("decode-70b", [of_one_rank]))
-    noted = [replace(measured[2], note=note) for note in ("all-reduce 3 us", "clocks 1.9 GHz")]
-    (where, *_) = tables._study_text("decode-70b", noted)
-    assert "4: clocks 1.9 GHz." in where
-    assert "3 us" not in where  # a column shows it
