@@ -17,11 +17,12 @@ from halfbyte.device import Datasheet, datasheet_name, describe
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.evals import card as cards
 from halfbyte.evals.advice import CPU, TOLERATED, advise, command, python_lines
-from halfbyte.evals.card import Card, Evidence, read_card, settings
+from halfbyte.evals.card import Card, Evidence, read_card
 from halfbyte.evals.choices import SAFE, caches, is_safe, safe_where
 from halfbyte.evals.quality import Setting
 from halfbyte.memory import RESERVED, estimate
 from halfbyte.paths import shipped_model
+from halfbyte_lab.evals.suite import settings, write
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,8 +49,8 @@ def result(keys: str, values: str, weights: str, change: float, noise: float = 0
 
 
 def card(model: str, *results: dict[str, object]) -> Card:
-    from halfbyte.evals.calibrate import sizes_of
     from halfbyte.memory import load_config
+    from halfbyte_lab.evals.calibrate import sizes_of
 
     return Card("owner/name", sizes_of(load_config(model)), "a text", (8, 512), 16, 0, (), results, (32, 32), {})
 
@@ -366,7 +367,7 @@ def test_the_lines_replace_the_settings_of_a_folder(tmp_path: Path) -> None:
 def test_a_card_is_read_as_written(llama: str, tmp_path: Path) -> None:
     made = card(llama, result("bf16", "bf16", "bf16", 0.0), result("int4", "int4", "nvfp4", 1.25, 0.5))
     made = replace(made, environment={"device": "a CPU", "versions": {"torch": "2.13"}, "command": "halfbyte eval"})
-    file, page = made.write(tmp_path / "card.json")
+    file, page = write(made, tmp_path / "card.json")
     assert read_card(file) == made
     assert "| int4 + nvfp4 | 1.0000 | +1.25 \u00b1 0.50 |" in page.read_text()
 
@@ -388,7 +389,7 @@ def test_damaged_cards_are_named(tmp_path: Path, damage: str, said: str) -> None
 
 
 def test_figures_that_are_no_numbers_are_refused(llama: str, tmp_path: Path) -> None:
-    file, _ = card(llama, result("int8", "int8", "bf16", float("nan"))).write(tmp_path / "card.json")
+    file, _ = write(card(llama, result("int8", "int8", "bf16", float("nan"))), tmp_path / "card.json")
     with pytest.raises(InvalidArgument, match="change is nan"):
         read_card(file)
 

@@ -2,7 +2,7 @@
 
 Attention is unchanged by both: (q M^-T) . (k M) is q . k, and softmax(q k + q s) is softmax(q k), as q s is the same for every key.
 The matrix makes keys and queries equally long in every direction, and a Hadamard matrix, which is part of it, spreads what is left;
-the shift takes away the mean: `halfbyte.evals.calibrate_keys` has the mathematics. `lse` is that of shifted keys, more by
+the shift takes away the mean: `halfbyte_lab.evals.calibrate_keys` has the mathematics. `lse` is that of shifted keys, more by
 sm_scale * (q . s); where scores are more than an input of the softmax (softcap, sinks in the denominator) there is no shift.
 
 A file is a safetensors file with `layer.N.matrix`, bfloat16 [H, D, D], and `layer.N.shift`, float32 [H, D], where there is one, of

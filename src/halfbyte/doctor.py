@@ -313,7 +313,9 @@ def _notes(versions: dict[str, str]) -> list[str]:
     missing = [name for name in OPTIONAL if versions.get(name) == "not installed"]
     notes = [f"{name} is not installed; {OPTIONAL[name]} need it: {pip_install(name)}" for name in missing]
     if find_spec("halfbyte_lab") is None:
-        notes.append(f"the laboratory is not installed; bench, demo, extract and HTML pages need it: {GET_LABORATORY}")
+        notes.append(
+            f"the laboratory is not installed; bench, calibrate, demo, extract, evidence cards and HTML pages need it: {GET_LABORATORY}"
+        )
     return notes
 
 

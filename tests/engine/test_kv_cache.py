@@ -24,8 +24,8 @@ from engines import (
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from halfbyte.engine import PageLayout
-from halfbyte.evals.calibrate_keys import calibrate_keys
 from halfbyte.vllm.names import PLAN, backend_name
+from halfbyte_lab.evals.calibrate_keys import calibrate_keys
 
 #: Prompts of many lengths that share no beginning.
 MANY = [list(TEXT[1000 * i : 1000 * i + 3 + 13 * i]) for i in range(8)]

@@ -11,7 +11,7 @@ import torch
 import halfbyte.hf as hf
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.errors import CheckpointError, InvalidArgument
-from halfbyte.evals.calibrate import sizes_of
+from halfbyte_lab.evals.calibrate import sizes_of
 
 KEYS, VALUES, ROTATED = ["int8", "int4"], ["int4_g32", "bf16"], [False, True]
 

@@ -13,7 +13,6 @@ from torch import nn
 import halfbyte.hf as hf
 from halfbyte.calibrated_keys import CalibratedKeys, KeyTransform, key_transform, read_calibration
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.evals.calibrate_keys import Moments, calibrate_keys, geometric_mean, sensitivity
 from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import Attended, attention
 from halfbyte.hf.cache_layers import PackedLayer
@@ -21,6 +20,7 @@ from halfbyte.hf.recorded_step import _key
 from halfbyte.kv_buffer import HeadNorms, Rope
 from halfbyte.reference.block import Norm, rms_norm
 from halfbyte.reference.rope import apply_rope
+from halfbyte_lab.evals.calibrate_keys import Moments, calibrate_keys, geometric_mean, sensitivity
 
 
 def calibrated(model, ids) -> CalibratedKeys:

@@ -18,10 +18,10 @@ import halfbyte.hf as hf
 from halfbyte import errors, memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.evals.advice import advise
-from halfbyte.evals.card import Suite, measure
 from halfbyte.evals.own_attention import agreement
 from halfbyte.evals.text import ByteTokenizer
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
+from halfbyte_lab.evals.suite import Suite, measure
 
 #: A recurrence, a convolution, layers without any cache, and a state next to the keys and values of the same layer.
 KINDS = ("qwen3_next", "lfm2", "nemotron_h", "zaya")
@@ -220,7 +220,7 @@ def test_padding_is_not_fed_to_a_state_alone():
 
 
 def test_plans_are_for_models_with_keys_and_values_in_every_layer():
-    from halfbyte.evals.calibrate import sizes_of
+    from halfbyte_lab.evals.calibrate import sizes_of
 
     with pytest.raises(Unsupported, match="some of qwen3_next have no keys and values"):
         sizes_of(tiny_model("qwen3_next"))

@@ -15,10 +15,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.evals.calibrate_keys import calibrate_keys
 from halfbyte.hf.latents import announce, heads_of, newest_layer
 from halfbyte.memory import packed_layers
 from halfbyte.reference.hadamard import rotate
+from halfbyte_lab.evals.calibrate_keys import calibrate_keys
 
 FAMILIES = ("deepseek_v2", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "youtu")
 #: Of tiny models: dims of a latent and of a rotary key, and layers.

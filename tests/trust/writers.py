@@ -20,13 +20,14 @@ from tiny_models import base
 
 import halfbyte.hf as hf
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
-from halfbyte.evals.assignment import Sensitivity
-from halfbyte.evals.calibrate import Measurements
 from halfbyte.evals.card import Card
 from halfbyte.formats import weight_format
 from halfbyte.paths import new_folder
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.tuning_cache import Table, TunedEntry
+from halfbyte_lab.evals.assignment import Sensitivity
+from halfbyte_lab.evals.calibrate import Measurements
+from halfbyte_lab.evals.suite import write as write_card
 from halfbyte_lab.extract import Metadata, Projections
 from halfbyte_lab.measure import records
 from halfbyte_lab.report import Report
@@ -45,7 +46,7 @@ def report(folder: Path) -> None:
 
 
 def card(folder: Path) -> None:
-    Card("owner/name", SIZES, "a text", (8, 512), 16, 0, (), (), (32, 32), {}).write(folder / "card.json")
+    write_card(Card("owner/name", SIZES, "a text", (8, 512), 16, 0, (), (), (32, 32), {}), folder / "card.json")
 
 
 def measurements(folder: Path) -> None:

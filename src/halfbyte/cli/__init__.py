@@ -15,7 +15,6 @@ import typer
 
 from halfbyte.cli import inspect, models
 from halfbyte.cli.advise import advise
-from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.formats import formats
 from halfbyte.cli.shared import App
 from halfbyte.cli.warmup import warmup
@@ -25,7 +24,6 @@ app = App(name="halfbyte", help="Low-bit KV caches and 4-bit linear layers for L
 app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
-app.command("calibrate")(calibrate)
 app.command("warmup")(warmup)
 app.command("advise")(advise)
 app.command("formats")(formats)
@@ -33,7 +31,7 @@ app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
 #: Commands of the laboratory, which `halfbyte_lab.commands` registers; without it they say what to install.
-LABORATORY = ("bench", "demo", "extract")
+LABORATORY = ("bench", "calibrate", "demo", "extract")
 
 
 @functools.cache

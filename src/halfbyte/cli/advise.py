@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +13,10 @@ import typer
 from halfbyte import settings
 from halfbyte.cli.options import Dtype
 from halfbyte.cli.shared import Json, Model, Where, Wide, console, human_bytes, print_table, token_count
-from halfbyte.errors import check
+from halfbyte.errors import check, laboratory
 
 if TYPE_CHECKING:
     from halfbyte.evals.advice import Advice, Choice
-    from halfbyte.evals.card import Card
 
 STEP = "step ms"
 LOSS = "perplexity %"
@@ -52,27 +52,14 @@ def advise(
 
     check(device is None or measure, f"--device {device} is where --measure runs the model; add it")
     evidence = None if card is None else read_card(card)
-    advice = run(model, gpu=gpu, batch=batch, context=context, weights=weights, card=evidence, dtype=dtype)
+    ask = partial(run, model, gpu=gpu, batch=batch, context=context, weights=weights, dtype=dtype)
+    advice = ask(card=evidence)  # before anything is measured: it may refuse
     if measure:
-        advice = run(
-            model, gpu=gpu, batch=batch, context=context, weights=weights, card=_measured(model, device, dtype), dtype=dtype
-        )
+        advice = ask(card=laboratory("evals.suite", "--measure").short_card(model, device, dtype))
     if as_json:
         print(json.dumps(asdict(advice), indent=2))
     else:
         _print(advice, wide)
-
-
-def _measured(model: str, device: str | None, dtype: str) -> Card:
-    """A card of this model without long contexts."""
-    from halfbyte.evals.card import Suite, measure
-    from halfbyte.evals.model import load
-    from halfbyte.evals.text import heldout_text, windows
-
-    lm, tokenizer = load(model, device, dtype)
-    ids = tokenizer.encode(heldout_text())
-    suite = Suite(model, "the shipped held-out text", ids, windows(ids, 512, 8, tokenizer.bos), chunk=16, long=0)
-    return measure(lm, tokenizer, suite, console(stderr=True))
 
 
 def _print(a: Advice, wide: bool) -> None:

@@ -28,7 +28,6 @@ from halfbyte.cli.shared import (
     token_count,
     words,
 )
-from halfbyte.cli.suite import card_path, run_suite
 from halfbyte.errors import InvalidArgument, check, laboratory
 
 if TYPE_CHECKING:
@@ -76,10 +75,9 @@ def evaluate(
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.evals.choices import limit
-    from halfbyte.evals.long_context import Tasks, run_long_context
     from halfbyte.evals.model import load
     from halfbyte.evals.own_attention import agreement
-    from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, verdict
+    from halfbyte.evals.present import HEADERS, append_records, records, rows, verdict
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
     from halfbyte.evals.text import check_exact, read_text
     from halfbyte.evals.text import windows as cut
@@ -89,9 +87,11 @@ def evaluate(
     check_writable(results_to.output, "output")
     for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
         check(value is None or value >= least, f"{name}={value}; expected at least {least}")
-    if (card := card_path(results_to, model)) is not None:
-        run_suite(model, card, results_to, text, (windows, length, chunk, long), (device, dtype))
+    check(results_to.suite or not (results_to.card or results_to.tasks), "--card and --tasks say something about --suite; add it")
+    if results_to.suite:
+        laboratory("evals.suite", "--suite").run(model, results_to, text, (windows, length, chunk, long), device, dtype)
         return
+    contexts = None if long is None else laboratory("evals.long_context", "--long")
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     content = read_text(text)
     head = None if lm_head == "bf16" else lm_head
@@ -103,11 +103,12 @@ def evaluate(
     _warn_of_positions(config, max(length, long or 0))
     lm, tokenizer = load(model, device, dtype)
     ids = tokenizer.encode(content)
-    tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(lm, tokenizer, ids, long)
+    tokens = cut(ids, length, windows, tokenizer.bos)
+    tasks = contexts and contexts.Tasks(lm, tokenizer, ids, long)
     plain, own = Setting.plain(dtype), Setting.of_transformers(dtype)
     runs = [plain, *[s for s in choices if s != plain]]
     results = run_evaluation(lm, [plain, own, *runs[1:]], tokens, chunk, console(stderr=True))
-    longer = [] if tasks is None else run_long_context(lm, runs, tasks, console(stderr=True))
+    longer = contexts.run_long_context(lm, runs, tasks, console(stderr=True)) if contexts else []
     equal, total = agreement(lm, tokens[:2, : min(48, length)])
     if results_to.as_json:
         print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": total}))
@@ -115,8 +116,8 @@ def evaluate(
         count = tokens.shape[0]
         title = f"{model}: {count} window{'s' * (count > 1)} of {length:,} tokens, {chunk} at a time"
         print_table(title, HEADERS, rows(results), text_columns=2, wide=results_to.wide)
-        if longer:
-            print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
+        if contexts:
+            print_table(f"Contexts of {long:,} tokens", contexts.LONG_HEADERS, contexts.long_rows(longer), text_columns=1)
         same = (
             f"16-bit keys and values: {equal} of {total} greedy tokens equal those of transformers' own attention, from which the "
             f"packed cache of 16 bits diverges by {results[0].floor:.1e} nats; safe: up to {limit(results[0].floor):.1e}"
@@ -207,10 +208,9 @@ def _setting(
     takes the place of the formats of `cache` and, where it has some, of its sink and recent tokens.
     """
     from halfbyte.calibrated_keys import read_calibration
-    from halfbyte.evals.calibrate import sizes_of
     from halfbyte.evals.quality import Setting
     from halfbyte.formats import key_format
-    from halfbyte.hf.model_support import head_dims, text_config
+    from halfbyte.hf.model_support import head_dims, model_sizes, text_config
     from halfbyte.memory import load_config, packed_layers
     from halfbyte.paths import resolve_model
     from halfbyte.reference.hadamard import rotated
@@ -225,7 +225,7 @@ def _setting(
     setting = Setting(keys, values, packed, dtype=dtype, **exact, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
     if cache.calibration is not None:
-        read_calibration(cache.calibration).of_model(sizes_of(config), "")
+        read_calibration(cache.calibration).of_model(model_sizes(text_config(config)), "")
         setting = replace(setting, calibration=str(cache.calibration))
     layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)
@@ -248,10 +248,10 @@ def _warn_of_positions(config: Any, length: int) -> None:
 def read_plan_of(plan: Path, model: Any) -> CachePlan:
     """A plan from its file, for this model or configuration."""
     from halfbyte.cache_plan import read_plan
-    from halfbyte.evals.calibrate import sizes_of
+    from halfbyte.hf.model_support import model_sizes, text_config
 
     cache_plan = read_plan(plan)
-    cache_plan.check_model(sizes_of(model))
+    cache_plan.check_model(model_sizes(text_config(model)))
     return cache_plan
 
 

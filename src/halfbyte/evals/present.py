@@ -16,7 +16,6 @@ from halfbyte.settings import KEYS, VALUES
 if TYPE_CHECKING:
     import torch
 
-    from halfbyte.evals.long_context import LongContext
 
 HEADERS = (
     *("KV cache", "weights", "perplexity", "change %", "KL mean", "KV B/token", "weights MB"),
@@ -72,7 +71,7 @@ def record(result: Quality) -> dict[str, Any]:
 def append_records(
     results: Sequence[Quality],
     path: Path,
-    longer: Sequence[LongContext] = (),
+    longer: Sequence[Any] = (),
     took: dict[str, float] | None = None,
     device: torch.device | str | None = None,
 ) -> None:
@@ -89,29 +88,10 @@ def append_records(
         append_line(path, json.dumps(one | ({} if took is None else {"command": took}) | {"environment": where}))
 
 
-def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:
-    """`record` of each result, with its long context if there is one."""
+def records(results: Sequence[Quality], longer: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """`record` of each result, with its long context (`halfbyte_lab.evals.long_context`) if there is one."""
     extras = {one.formats: {"long_context": dataclasses.asdict(one)} for one in longer}
     return [record(result) | extras.get(result.setting.name, {}) for result in results]
-
-
-LONG_HEADERS = ("formats", "key found, %", "differs after", "of tokens", "first", "nats a token", "seconds")
-
-
-def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
-    """One result a row in the order of `LONG_HEADERS`: the median token that parts from the 16-bit text, and the first."""
-    return [
-        (
-            r.formats,
-            f"{100 * r.found:.0f}",
-            f"{r.median_parted:,.0f}",
-            f"{r.written:,}",
-            f"{min(r.parted):,}",
-            f"{r.nll:.3f}",
-            f"{r.seconds:.1f}",
-        )
-        for r in results
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------- verdict

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from halfbyte.evals.card import QUALITY, quality_rows, shipped_cards
+from halfbyte.evals.card import shipped_cards
 from halfbyte.evals.choices import limit
 from halfbyte.evals.model import load, write
 from halfbyte.evals.own_attention import agreement
@@ -24,6 +24,7 @@ from halfbyte.paths import SHIPPED
 from halfbyte.terminal import progress
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
 from halfbyte_lab.evals.pages import BY_MODEL, SAFE_WORDS, add_results, by_model, model_table
+from halfbyte_lab.evals.suite import QUALITY, quality_rows
 from halfbyte_lab.report import Report
 
 #: Length and number of windows. Many short ones: a step costs its calls of operators, which a batch of windows shares. Not much

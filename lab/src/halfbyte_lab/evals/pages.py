@@ -11,14 +11,14 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from halfbyte.evals.calibrate import Calibrated
 from halfbyte.evals.choices import SAFE, safe_where
 from halfbyte.evals.legend import in_words, legend
-from halfbyte.evals.long_context import LongContext
-from halfbyte.evals.present import HEADERS, LONG_HEADERS, chosen, kind, long_rows, ratio, row, safety, verdict
+from halfbyte.evals.present import HEADERS, chosen, kind, ratio, row, safety, verdict
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
 from halfbyte.settings import KEYS, VALUES
+from halfbyte_lab.evals.calibrate import Calibrated
+from halfbyte_lab.evals.long_context import LONG_HEADERS, LongContext, long_rows
 from halfbyte_lab.measure.charts import Point, divergence, lines
 from halfbyte_lab.report import Cell, Report
 

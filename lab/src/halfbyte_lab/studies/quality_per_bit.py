@@ -14,9 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfbyte.evals.assignment import candidates
-from halfbyte.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
-from halfbyte.evals.long_context import LongContext, Tasks, long_context
 from halfbyte.evals.quality import Setting, every_kv_setting
 from halfbyte.evals.text import ByteTokenizer, windows
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
@@ -24,6 +21,9 @@ from halfbyte.settings import CLIP
 from halfbyte.settings import KEYS as DEFAULT_KEYS
 from halfbyte.settings import VALUES as DEFAULT_VALUES
 from halfbyte.settings import WEIGHTS as DEFAULT_WEIGHTS
+from halfbyte_lab.evals.assignment import candidates
+from halfbyte_lab.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
+from halfbyte_lab.evals.long_context import LongContext, Tasks, long_context
 from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record

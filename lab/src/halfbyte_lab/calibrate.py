@@ -21,13 +21,13 @@ from halfbyte.cli.shared import (
     print_table,
     words,
 )
-from halfbyte.errors import InvalidArgument, check, laboratory
+from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
     import torch
 
-    from halfbyte.evals.calibrate import Calibrated
     from halfbyte.evals.text import Tokenizer
+    from halfbyte_lab.evals.calibrate import Calibrated
 
 
 def calibrate(
@@ -90,15 +90,17 @@ def calibrate(
         one.plan.write(path)
     _show(model, results, paths)
     if html is not None:
-        laboratory("evals.pages", "--html").write_calibration(model, results, html)
+        from halfbyte_lab.evals.pages import write_calibration
+
+        write_calibration(model, results, html)
 
 
 def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int], where: tuple[str | None, str]) -> None:
     """Calibrate keys and write them. where: the device, and the 16-bit type."""
-    from halfbyte.evals.calibrate_keys import calibrate_keys
     from halfbyte.evals.model import load
     from halfbyte.evals.text import read_text
     from halfbyte.terminal import progress
+    from halfbyte_lab.evals.calibrate_keys import calibrate_keys
 
     content, (count, length, chunk) = read_text(text), cut
     lm, tokenizer = load(model, *where)
@@ -150,11 +152,11 @@ def _calibrated(
     keys: str,
 ) -> list[Calibrated]:
     """Load, measure what is not known yet, choose. where: the device, and the 16-bit type; keys: the file of calibrated ones."""
-    from halfbyte.evals import calibrate as steps
-    from halfbyte.evals.assignment import candidates
     from halfbyte.evals.model import load
     from halfbyte.evals.text import read_text
     from halfbyte.terminal import progress
+    from halfbyte_lab.evals import calibrate as steps
+    from halfbyte_lab.evals.assignment import candidates
 
     content = read_text(text)
     lm, tokenizer = load(model, *where)

@@ -166,3 +166,22 @@ def run_long_context(model: Any, settings: Sequence[Setting], tasks: Tasks, cons
             results.append(result)
             base = text if base is None else base
     return results
+
+
+LONG_HEADERS = ("formats", "key found, %", "differs after", "of tokens", "first", "nats a token", "seconds")
+
+
+def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
+    """One result a row in the order of `LONG_HEADERS`: the median token that parts from the 16-bit text, and the first."""
+    return [
+        (
+            r.formats,
+            f"{100 * r.found:.0f}",
+            f"{r.median_parted:,.0f}",
+            f"{r.written:,}",
+            f"{min(r.parted):,}",
+            f"{r.nll:.3f}",
+            f"{r.seconds:.1f}",
+        )
+        for r in results
+    ]

@@ -19,10 +19,10 @@ import torch
 
 from halfbyte.calibrated_keys import CalibratedKeys, digest_of_norms, key_transform
 from halfbyte.errors import check
-from halfbyte.evals.calibrate import sizes_of
 from halfbyte.formats import plain_format
 from halfbyte.reference.hadamard import rotate
 from halfbyte.tensors import KeyTransform
+from halfbyte_lab.evals.calibrate import sizes_of
 
 if TYPE_CHECKING:
     from halfbyte.hf.attention import Attended
