@@ -15,13 +15,14 @@ from halfbyte import cli
 from halfbyte import settings as defaults
 from halfbyte.device import Datasheet, datasheet_name, describe
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.evals import card as cards
-from halfbyte.evals.advice import CPU, TOLERATED, advise, command, python_lines
-from halfbyte.evals.card import Card, Evidence, read_card
-from halfbyte.evals.choices import SAFE, caches, is_safe, safe_where
+from halfbyte.evals.choices import SAFE, caches, is_safe
 from halfbyte.evals.quality import Setting
 from halfbyte.memory import RESERVED, estimate
 from halfbyte.paths import shipped_model
+from halfbyte_lab.evals import card as cards
+from halfbyte_lab.evals.advice import CPU, advise, command, python_lines
+from halfbyte_lab.evals.card import TOLERATED, Card, Evidence, read_card
+from halfbyte_lab.evals.pages import safe_where
 from halfbyte_lab.evals.suite import settings, write
 
 transformers = pytest.importorskip("transformers")
@@ -136,7 +137,7 @@ def test_without_a_gpu_it_is_about_this_machine(llama: str, monkeypatch: pytest.
     assert (found.gpu, found.sheet.memory_bytes) == (CPU, describe("cpu").memory_bytes)
     assert found.recommended.weights == defaults.CPU_WEIGHTS
     here = replace(describe("cpu"), kind="cuda", name="NVIDIA H200", memory_bytes=2**37)
-    monkeypatch.setattr("halfbyte.evals.advice.describe", lambda device: here)
+    monkeypatch.setattr("halfbyte_lab.evals.advice.describe", lambda device: here)
     assert advise(llama).sheet == Datasheet(2**37, 4.8e12)
 
 
@@ -156,7 +157,7 @@ def test_evidence_of_another_model_is_shown_and_decides_nothing(
         for name, n in models.items()
     }
     monkeypatch.setattr(cards, "card_of", lambda config: None)
-    monkeypatch.setattr("halfbyte.evals.advice.card_of", lambda config: None)
+    monkeypatch.setattr("halfbyte_lab.evals.advice.card_of", lambda config: None)
     monkeypatch.setattr(cards, "shipped_cards", lambda: [replace(c, model=name) for name, c in made.items()])
     found = advise(llama, gpu="h200")
     assert (found.card, found.is_own) == ("near", False)

@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from halfbyte.errors import GET_LABORATORY, other_version, pip_install
+from halfbyte.errors import GET_LABORATORY, LABORATORY, other_version, pip_install
 
 #: Packages that not every use needs -> what does.
 OPTIONAL = {"transformers": "halfbyte.hf and the commands that take a model"}
@@ -313,9 +313,8 @@ def _notes(versions: dict[str, str]) -> list[str]:
     missing = [name for name in OPTIONAL if versions.get(name) == "not installed"]
     notes = [f"{name} is not installed; {OPTIONAL[name]} need it: {pip_install(name)}" for name in missing]
     if find_spec("halfbyte_lab") is None:
-        notes.append(
-            f"the laboratory is not installed; bench, calibrate, demo, extract, evidence cards and HTML pages need it: {GET_LABORATORY}"
-        )
+        commands = ", ".join(("HTML pages, eval --suite, eval --long", *LABORATORY))
+        notes.append(f"the laboratory is not installed; {commands} need it: {GET_LABORATORY}")
     return notes
 
 

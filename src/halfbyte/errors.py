@@ -51,7 +51,9 @@ def require(package: str, who: str) -> None:
         raise MissingPackage(f"{who} needs another {why}")
 
 
-#: How to install what `halfbyte` imports by `laboratory` alone.
+#: Commands of the laboratory, which `halfbyte_lab.commands` registers; without it they say what to install.
+LABORATORY = ("advise", "bench", "calibrate", "demo", "extract")
+#: How to install it.
 GET_LABORATORY = "in a checkout of halfbyte: pip install ./lab"
 
 

@@ -20,13 +20,13 @@ from tiny_models import base
 
 import halfbyte.hf as hf
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
-from halfbyte.evals.card import Card
 from halfbyte.formats import weight_format
 from halfbyte.paths import new_folder
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.tuning_cache import Table, TunedEntry
 from halfbyte_lab.evals.assignment import Sensitivity
 from halfbyte_lab.evals.calibrate import Measurements
+from halfbyte_lab.evals.card import Card
 from halfbyte_lab.evals.suite import write as write_card
 from halfbyte_lab.extract import Metadata, Projections
 from halfbyte_lab.measure import records

@@ -1,4 +1,4 @@
-"""What the laboratory adds to the command line of halfbyte: bench, calibrate, demo and extract."""
+"""What the laboratory adds to the command line of halfbyte: advise, bench, calibrate, demo and extract."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from halfbyte.cli.options import Output
 from halfbyte.cli.shared import App, Model, Where, Wide, check_new_folder, check_page, check_writable, console, print_table
 from halfbyte_lab import bench
+from halfbyte_lab.advise import advise
 from halfbyte_lab.calibrate import calibrate
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 def add_to(app: App) -> None:
     """Register the commands."""
+    app.command("advise")(advise)
     app.command("calibrate")(calibrate)
     app.command("demo")(demo)
     app.command("extract")(extract)

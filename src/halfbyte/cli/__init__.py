@@ -14,24 +14,20 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli import inspect, models
-from halfbyte.cli.advise import advise
 from halfbyte.cli.formats import formats
 from halfbyte.cli.shared import App
 from halfbyte.cli.warmup import warmup
-from halfbyte.errors import HalfbyteError, MissingPackage, laboratory
+from halfbyte.errors import LABORATORY, HalfbyteError, MissingPackage, laboratory
 
 app = App(name="halfbyte", help="Low-bit KV caches and 4-bit linear layers for LLM decoding.")
 app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("warmup")(warmup)
-app.command("advise")(advise)
 app.command("formats")(formats)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
-#: Commands of the laboratory, which `halfbyte_lab.commands` registers; without it they say what to install.
-LABORATORY = ("bench", "calibrate", "demo", "extract")
 
 
 @functools.cache

@@ -7,16 +7,10 @@ Where the 16-bit model predicts a text well, the logarithm of perplexity grows b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from halfbyte.settings import KEYS, VALUES
 
 #: Most mean KL divergence from the 16-bit run, in nats, noise included, of formats that are called safe.
 SAFE = 2e-3
-#: Largest change of perplexity with its noise, in %, that is recommended where there is evidence.
-TOLERATED = 1.0
-#: Weight formats from the most bits on, behind 16 bits; of several in one entry the first that the model's sizes divide by.
-WEIGHTS = (("int8_col",), ("nvfp4",), ("int4_g128", "int4_g64", "int4_g32"))
 
 
 def caches(dtype: str = "bf16") -> dict[str, tuple[str, str]]:
@@ -39,10 +33,3 @@ def limit(floor: float = 0.0) -> float:
 def is_safe(kl: float, noise: float = 0.0, floor: float = 0.0) -> bool:
     """Whether a mean KL divergence with its noise, both in nats, is small enough; not where it is not known (NaN)."""
     return kl + noise <= limit(floor)
-
-
-def safe_where(kl: Sequence[float]) -> str:
-    """ "yes", "plain" (without outliers only) or "no", by the divergence on a model and on its variants with outliers."""
-    if all(map(is_safe, kl)):
-        return "yes"
-    return "plain" if is_safe(kl[0]) else "no"

@@ -1,12 +1,10 @@
-"""The meaning of format names: one row per format, and the formats of an evaluation in words. Scales are fp16 unless said."""
+"""The meaning of format names: one row per format. Scales are fp16 unless said."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from halfbyte.evals.quality import Setting
     from halfbyte.formats import Format
 
 HEADERS = ("format", "for", "codes", "one scale for each", "bits an element")
@@ -21,33 +19,6 @@ def format_rows() -> list[tuple[str, ...]]:
 
     caches = [_row(f, "keys" if f.token_block else "keys, values", _KV_SHAPE) for f in KV_FORMATS.values()]
     return caches + [_row(f, "weights", _WEIGHT_SHAPE) for f in WEIGHT_FORMATS.values()]
-
-
-def in_words(setting: Setting) -> str:
-    """The quantized formats of a setting, each with its codes and scales."""
-    formats = {"keys": setting.keys, "values": setting.values, "weights": setting.weights, "lm_head": setting.lm_head}
-    texts = {(name, use == "weights"): text for name, use, text in _texts()}
-    phrases = [
-        f"{part}: {texts[name, part in ('weights', 'lm_head')]}"
-        for part, name in formats.items()
-        if isinstance(name, str) and name != setting.dtype and (name, part in ("weights", "lm_head")) in texts
-    ]
-    return "; ".join(phrases) + "; keys Hadamard-rotated" * (setting.rotate_keys is True)
-
-
-def legend(settings: Sequence[Setting]) -> list[str]:
-    """A line for each format that settings use."""
-    caches = {name for s in settings for name in (s.keys, s.values) if isinstance(name, str)}
-    weights = {name for s in settings for name in (s.weights, s.lm_head)}
-    return [f"{name} ({use}): {text}" for name, use, text in _texts() if name in (weights if use == "weights" else caches)]
-
-
-def _texts() -> list[tuple[str, str, str]]:
-    """(format, use, what it is)."""
-    return [
-        (name, use, f"{codes}, {'no scale' if scale == '-' else f'one scale for each {scale}'}, {bits} bits")
-        for name, use, codes, scale, bits in format_rows()
-    ]
 
 
 def _row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from halfbyte.evals.card import shipped_cards
 from halfbyte.evals.choices import limit
 from halfbyte.evals.model import load, write
 from halfbyte.evals.own_attention import agreement
@@ -22,6 +21,7 @@ from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_wei
 from halfbyte.evals.text import Tokenizer, heldout_text, windows
 from halfbyte.paths import SHIPPED
 from halfbyte.terminal import progress
+from halfbyte_lab.evals.card import shipped_cards
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
 from halfbyte_lab.evals.pages import BY_MODEL, SAFE_WORDS, add_results, by_model, model_table
 from halfbyte_lab.evals.suite import QUALITY, quality_rows

@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from halfbyte.evals.choices import SAFE, safe_where
-from halfbyte.evals.legend import in_words, legend
+from halfbyte.evals.choices import SAFE, is_safe
+from halfbyte.evals.legend import format_rows
 from halfbyte.evals.present import HEADERS, chosen, kind, ratio, row, safety, verdict
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
@@ -220,3 +220,37 @@ def write_calibration(model: str, made: Sequence[Calibrated], path: Path) -> Non
         rows = [(i, f.keys + " rotated" * f.rotate_keys, f.values) for i, f in enumerate(one.plan.layers)]
         report.table(("layer", "keys", "values"), rows, f"{one.plan.bits:.2f} bits, KL {one.plan.measured['kl']:.2e}", align="rll")
     report.code("halfbyte " + shlex.join(sys.argv[1:]), "The command that made this page").write(path)
+
+
+def safe_where(kl: Sequence[float]) -> str:
+    """ "yes", "plain" (without outliers only) or "no", by the divergence on a model and on its variants with outliers."""
+    if all(map(is_safe, kl)):
+        return "yes"
+    return "plain" if is_safe(kl[0]) else "no"
+
+
+def in_words(setting: Setting) -> str:
+    """The quantized formats of a setting, each with its codes and scales."""
+    formats = {"keys": setting.keys, "values": setting.values, "weights": setting.weights, "lm_head": setting.lm_head}
+    texts = {(name, use == "weights"): text for name, use, text in _texts()}
+    phrases = [
+        f"{part}: {texts[name, part in ('weights', 'lm_head')]}"
+        for part, name in formats.items()
+        if isinstance(name, str) and name != setting.dtype and (name, part in ("weights", "lm_head")) in texts
+    ]
+    return "; ".join(phrases) + "; keys Hadamard-rotated" * (setting.rotate_keys is True)
+
+
+def legend(settings: Sequence[Setting]) -> list[str]:
+    """A line for each format that settings use."""
+    caches = {name for s in settings for name in (s.keys, s.values) if isinstance(name, str)}
+    weights = {name for s in settings for name in (s.weights, s.lm_head)}
+    return [f"{name} ({use}): {text}" for name, use, text in _texts() if name in (weights if use == "weights" else caches)]
+
+
+def _texts() -> list[tuple[str, str, str]]:
+    """(format, use, what it is)."""
+    return [
+        (name, use, f"{codes}, {'no scale' if scale == '-' else f'one scale for each {scale}'}, {bits} bits")
+        for name, use, codes, scale, bits in format_rows()
+    ]

@@ -1,4 +1,4 @@
-"""`halfbyte eval MODEL --suite`: an evidence card (`halfbyte.evals.card`), for `halfbyte advise` and for others to read."""
+"""`halfbyte eval MODEL --suite`: an evidence card (`card.py`), for `halfbyte advise` and for others to read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from halfbyte.cli.options import EvalOptions
 from halfbyte.cli.shared import check_writable, console, print_table, words
 from halfbyte.device import describe
 from halfbyte.errors import check, require
-from halfbyte.evals.card import FIGURES, KIND, VERSION, Card, first_fitting, fits, sizes_of
-from halfbyte.evals.choices import WEIGHTS, caches, limit
+from halfbyte.evals.choices import caches, limit
 from halfbyte.evals.environment import environment
 from halfbyte.evals.model import load
 from halfbyte.evals.own_attention import agreement
@@ -31,6 +30,7 @@ from halfbyte.paths import resolve_model, write_whole
 from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import CLIP
 from halfbyte.settings import WEIGHTS as WEIGHTS_BY_DEFAULT
+from halfbyte_lab.evals.card import FIGURES, KIND, VERSION, WEIGHTS, Card, first_fitting, fits, sizes_of
 from halfbyte_lab.evals.long_context import LongContext, Tasks, run_long_context
 
 #: Windows and tokens of the long contexts where no option says otherwise.

@@ -13,10 +13,10 @@ import typer
 from halfbyte import settings
 from halfbyte.cli.options import Dtype
 from halfbyte.cli.shared import Json, Model, Where, Wide, console, human_bytes, print_table, token_count
-from halfbyte.errors import check, laboratory
+from halfbyte.errors import check
 
 if TYPE_CHECKING:
-    from halfbyte.evals.advice import Advice, Choice
+    from halfbyte_lab.evals.advice import Advice, Choice
 
 STEP = "step ms"
 LOSS = "perplexity %"
@@ -47,15 +47,17 @@ def advise(
 
     Everything but the evidence follows from the configuration; no weights are read.
     """
-    from halfbyte.evals.advice import advise as run
-    from halfbyte.evals.card import read_card
+    from halfbyte_lab.evals.advice import advise as run
+    from halfbyte_lab.evals.card import read_card
 
     check(device is None or measure, f"--device {device} is where --measure runs the model; add it")
     evidence = None if card is None else read_card(card)
     ask = partial(run, model, gpu=gpu, batch=batch, context=context, weights=weights, dtype=dtype)
     advice = ask(card=evidence)  # before anything is measured: it may refuse
     if measure:
-        advice = ask(card=laboratory("evals.suite", "--measure").short_card(model, device, dtype))
+        from halfbyte_lab.evals.suite import short_card
+
+        advice = ask(card=short_card(model, device, dtype))
     if as_json:
         print(json.dumps(asdict(advice), indent=2))
     else:
@@ -63,7 +65,7 @@ def advise(
 
 
 def _print(a: Advice, wide: bool) -> None:
-    from halfbyte.evals.advice import command, python_lines
+    from halfbyte_lab.evals.advice import command, python_lines
 
     rate = a.sheet.bytes_per_second
     speed = "bandwidth unknown" if rate is None else f"{rate / 1e9:,.0f} GB/s"

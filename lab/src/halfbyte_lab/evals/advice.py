@@ -17,8 +17,7 @@ from typing import Any
 from halfbyte import settings
 from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.evals.card import Card, Evidence, card_of, first_fitting, fits, nearest_card
-from halfbyte.evals.choices import TOLERATED, WEIGHTS, caches
+from halfbyte.evals.choices import caches
 from halfbyte.formats import plain_format
 from halfbyte.memory import (
     CacheSizes,
@@ -38,6 +37,7 @@ from halfbyte.memory import (
 )
 from halfbyte.paths import SHIPPED, resolve_model
 from halfbyte.settings import HALVES, check_half
+from halfbyte_lab.evals.card import TOLERATED, WEIGHTS, Card, Evidence, card_of, first_fitting, fits, nearest_card
 
 
 @dataclass(frozen=True)

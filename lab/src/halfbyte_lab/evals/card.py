@@ -18,12 +18,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import halfbyte
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.choices import is_safe
 from halfbyte.memory import packed_layers, quantized_bytes, weight_or_plain
 from halfbyte.paths import SHIPPED
 from halfbyte.settings import HALVES
+
+#: Largest change of perplexity with its noise, in %, that is recommended where there is evidence.
+TOLERATED = 1.0
+#: Weight formats from the most bits on, behind 16 bits; of several in one entry the first that the model's sizes divide by.
+WEIGHTS = (("int8_col",), ("nvfp4",), ("int4_g128", "int4_g64", "int4_g32"))
 
 KIND, VERSION = "halfbyte evidence card", 1
 #: Bytes of a card; twenty results take a hundredth of it.
@@ -119,7 +125,7 @@ def fits(config: Any, keys: str, values: str) -> bool:
 
 def shipped_cards() -> list[Card]:
     """The cards that come with the library."""
-    return [read_card(path) for path in sorted((Path(__file__).parents[1] / "data" / "evidence").glob("*.json"))]
+    return [read_card(path) for path in sorted((Path(halfbyte.__file__).parent / "data" / "evidence").glob("*.json"))]
 
 
 def card_of(config: Any) -> Card | None:
