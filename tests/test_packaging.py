@@ -73,7 +73,7 @@ for model in (model, halfbyte.hf.load("saved")):
     print(model.generate(torch.arange(8).reshape(1, 8), min_new_tokens=4, max_new_tokens=4).shape[1])
 for command in (
     "bench linear --quick", "demo", "advise demo", "calibrate demo -o keys.safetensors",
-    "eval demo --html page.html", "eval demo --suite", "eval demo --long 64",
+    "eval demo --html page.html", "eval demo --suite", "eval demo --long 64", "explain --compile",
 ):
     try:
         main(shlex.split(command))
@@ -86,8 +86,8 @@ print([name for name in sys.modules if name.startswith("halfbyte_lab.")])
 def test_the_library_alone_quantizes_generates_and_says_what_the_laboratory_is_for(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["12", "12", *["1"] * 7, "[]"], done.stderr
-    assert len(re.findall(r"^halfbyte: .* needs halfbyte's laboratory; .*: pip install \./lab$", done.stderr, re.MULTILINE)) == 7
+    assert done.stdout.split() == ["12", "12", *["1"] * 8, "[]"], done.stderr
+    assert len(re.findall(r"^halfbyte: .* needs halfbyte's laboratory; .*: pip install \./lab$", done.stderr, re.MULTILINE)) == 8
 
 
 def test_versions_agree() -> None:

@@ -15,8 +15,7 @@ import torch
 from benches import BRIEF, CPU, GPU, quick
 
 import halfbyte
-from halfbyte import precompile
-from halfbyte_lab import bench, suites
+from halfbyte_lab import bench, precompile, suites
 from halfbyte_lab.baselines import Baseline, Prepared, attention
 from halfbyte_lab.baselines import linear as linear_adapters
 from halfbyte_lab.baselines import run as run_baselines

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte import precompile
 from halfbyte.cli import app as halfbyte_app
 from halfbyte.device import H200, describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
@@ -42,7 +41,7 @@ from halfbyte.plans.tuning_cache import (
 )
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
-from halfbyte_lab import bench
+from halfbyte_lab import bench, precompile
 from halfbyte_lab.measure import trials as session_module
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session

@@ -22,7 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
 LAYERS = (
     {"cli"},
-    {"hf", "vllm", "evals", "doctor", "memory", "precompile", "terminal"},
+    {"hf", "vllm", "evals", "doctor", "memory", "terminal"},
     {"engine", "calibrated_keys"},
     {"checkpoints"},
     {"cache", "cache_pickle", "paging", "nn", "experts"},

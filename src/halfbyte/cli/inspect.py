@@ -24,7 +24,7 @@ from halfbyte.cli.shared import (
     token_count,
     words,
 )
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import InvalidArgument, check, laboratory
 
 if TYPE_CHECKING:
     from halfbyte.device import GPU
@@ -197,9 +197,7 @@ def explain(
     target = here._replace(num_sms=sms or here.num_sms, capability=(major, minor) if capability else here.capability)
     gpu: dict[str, Any] = {"gpu": target._replace(name="") if by_numbers else target}
     if compile_it:
-        from halfbyte.precompile import resources
-
-        gpu["resources"] = resources
+        gpu["resources"] = laboratory("precompile", "--compile").resources
     _check_belongs(context, bool(linear))
     if linear:
         table = NO_TABLE if by_numbers else table_of(here.name, here.num_sms)

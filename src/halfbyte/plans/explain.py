@@ -22,7 +22,7 @@ from halfbyte.plans.tuning_cache import NO_TABLE, Table, plan_by_table
 from halfbyte.reference.hadamard import block_size
 from halfbyte.settings import check_half
 
-#: More facts about a plan of a tuned kernel: what `halfbyte.precompile.resources` finds by compiling it.
+#: More facts about a plan of a tuned kernel: what `resources` of the laboratory finds by compiling it.
 Resources = Callable[[Any, Any, tuple[int, int]], Mapping[str, str]]
 
 

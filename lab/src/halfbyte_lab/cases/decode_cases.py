@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from halfbyte.plans import plan
-from halfbyte.precompile import Pair
 from halfbyte_lab.cases import targets
 from halfbyte_lab.cases.chain import ChainTimes, blank, refused_record, time_chain, with_times
 from halfbyte_lab.cases.targets import Figures, Target, formats_of, judge, targets_of
@@ -31,6 +30,7 @@ from halfbyte_lab.measure.timing import (
     is_cold,
 )
 from halfbyte_lab.measure.trials import Trial
+from halfbyte_lab.precompile import Pair
 
 #: On a GPU one pass over a rotation reads at least so much, about a millisecond, with no more than `_MOST` copies.
 _PASS_BYTES, _MOST = 4 * 10**9, 128

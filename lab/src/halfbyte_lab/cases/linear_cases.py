@@ -15,7 +15,6 @@ import torch
 
 import halfbyte
 from halfbyte.plans import plan
-from halfbyte.precompile import Pair
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab.cases import linear_baselines, literature
 from halfbyte_lab.cases.linear_baselines import EXPANDED, Judge, LinearBaseline
@@ -27,6 +26,7 @@ from halfbyte_lab.measure.records import Record, with_timing
 from halfbyte_lab.measure.session import Job, Session, reason
 from halfbyte_lab.measure.timing import NOT_CAPTURED, Work, fixed_threads
 from halfbyte_lab.measure.trials import Outcome, Trial, one_by_one
+from halfbyte_lab.precompile import Pair
 
 #: Copies of a weight at least, however large it is.
 _FEWEST = 4

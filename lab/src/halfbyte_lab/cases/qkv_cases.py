@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 import halfbyte
 from halfbyte.plans import plan
-from halfbyte.precompile import Pair
 from halfbyte_lab.cases import qkv_layers
 from halfbyte_lab.cases.linear_targets import INT4
 from halfbyte_lab.cases.qkv_layers import (
@@ -55,6 +54,7 @@ from halfbyte_lab.measure.timing import (
     summary,
 )
 from halfbyte_lab.measure.trials import Outcome, Trial
+from halfbyte_lab.precompile import Pair
 
 OP, FUSED_OP = "qkv variants", "qkv projection"
 FORMATS, FUSED_FORMATS, FUSED_ROWS = ("mxfp4", "nf4", "nvfp4"), (INT4, "nf4", "mxfp4", "nvfp4"), (1, 4, 16)

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from halfbyte.device import Device
 from halfbyte.evals.environment import Environment
 from halfbyte.ops.all_reduce import AllReduce, of_all
-from halfbyte.precompile import Pair
 from halfbyte_lab.cases.rank import LLAMA_2_70B, NOT_HELD, PLAIN, Entry, Made, Model, Rank, Step, StepCase, entries, first_of_ranks
 from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.caches import Promise, Rotation, held_by, sequences
@@ -30,6 +29,7 @@ from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte_lab.measure.records import Record, with_timing
 from halfbyte_lab.measure.session import Job, Options, Session, reason
 from halfbyte_lab.measure.timing import MANY_GRAPHS, NOT_CAPTURED, Sampler, Work, make_sampler, summary
+from halfbyte_lab.precompile import Pair
 
 T = TypeVar("T")
 OP = "decode-70b, all ranks"

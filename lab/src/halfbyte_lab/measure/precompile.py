@@ -1,4 +1,4 @@
-"""What a job launches, for `halfbyte.precompile` to compile before anything is timed."""
+"""What a job launches, for `halfbyte_lab.precompile` to compile before anything is timed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from halfbyte.plans.decode_attention import gluon_plan
 from halfbyte.plans.decode_problem import dense_problem
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.tuning_cache import plan_by_table, table_of
-from halfbyte.precompile import BiasedProblem, Pair
 from halfbyte_lab.measure.decode import DecodeShape, parse_formats
 from halfbyte_lab.measure.session import Session
+from halfbyte_lab.precompile import BiasedProblem, Pair
 
 #: Launches in sequence, and overlapping (PDL): two kernels.
 BOTH = (False, True)

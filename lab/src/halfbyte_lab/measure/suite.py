@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from halfbyte.precompile import compile_ahead
 from halfbyte_lab.measure import decode, linear
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.linear import LinearShape
@@ -13,6 +12,7 @@ from halfbyte_lab.measure.precompile import Precompiled
 from halfbyte_lab.measure.report_sections import Section, plain, show
 from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.timing import GRAPHS, MANY_GRAPHS, Effort
+from halfbyte_lab.precompile import compile_ahead
 
 #: One process compiles so many variants in the time that many processes take to start.
 _WORTH = 8

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfbyte.precompile import Pair
 from halfbyte_lab.cases.rank import ONE_OF_EIGHT, PLAIN, Model, Rank
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.compare import latest
@@ -20,6 +19,7 @@ from halfbyte_lab.measure.records import Record, read
 from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.tables import Table, times_text
 from halfbyte_lab.measure.timing import MANY_GRAPHS
+from halfbyte_lab.precompile import Pair
 from halfbyte_lab.studies import Study, decode_70b
 
 OP, DERIVED, RANKS = "capacity", "derived", 8

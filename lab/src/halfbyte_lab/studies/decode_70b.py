@@ -20,7 +20,6 @@ from typing import cast
 
 import torch
 
-from halfbyte.precompile import Pair
 from halfbyte_lab.cases import whole_model
 from halfbyte_lab.cases.rank import FORMATS, NOT_HELD, ONE_OF_EIGHT, PLAIN, Entry, Model, Step, StepCase, entries
 from halfbyte_lab.measure import charts, precompile
@@ -40,6 +39,7 @@ from halfbyte_lab.measure.timing import (
     sample_in_turn,
     summary,
 )
+from halfbyte_lab.precompile import Pair
 from halfbyte_lab.studies import Study
 
 #: Batches and contexts by kind of device and whether it is to be quick.

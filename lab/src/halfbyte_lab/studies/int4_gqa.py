@@ -19,7 +19,6 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_spec import DecodePlan
-from halfbyte.precompile import Pair
 from halfbyte_lab.baselines.run import attention_baselines
 from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_cases import measure_baselines
@@ -32,6 +31,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Candidate, Case, Job, Session
 from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS
+from halfbyte_lab.precompile import Pair
 from halfbyte_lab.studies import Study
 from halfbyte_lab.studies.published_gqa import (
     BASELINE,

@@ -20,7 +20,6 @@ import torch
 import halfbyte
 from halfbyte.cache import KVCache
 from halfbyte.formats import key_format
-from halfbyte.precompile import Pair
 from halfbyte_lab.cases.decode_variants import DecodeVariant, time_variants
 from halfbyte_lab.measure import charts, precompile
 from halfbyte_lab.measure.caches import DecodeCase, Inputs, Promise, fill, given, held_by
@@ -31,6 +30,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session, reason
 from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS, paired_launches
+from halfbyte_lab.precompile import Pair
 from halfbyte_lab.studies import Study
 
 OP, QUALITY = "granularity study", "granularity study, error"

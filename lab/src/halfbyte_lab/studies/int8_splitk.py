@@ -21,7 +21,6 @@ from halfbyte.formats import key_format
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_problem import dense_problem
 from halfbyte.plans.decode_spec import DecodePlan
-from halfbyte.precompile import taken
 from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_cases import measure_baselines
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
@@ -33,6 +32,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.tables import Table, times_text
 from halfbyte_lab.measure.timing import MANY_GRAPHS, measure
+from halfbyte_lab.precompile import taken
 from halfbyte_lab.studies import Study
 
 OP, FORMAT = "int8 split-k study", "int8_tensor"

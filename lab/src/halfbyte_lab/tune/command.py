@@ -95,7 +95,7 @@ def _jobs(
 
 
 def _run(session: Session, jobs: Sequence[LinearTuning], store: Store) -> None:
-    from halfbyte.precompile import compile_ahead
+    from halfbyte_lab.precompile import compile_ahead
     from halfbyte_lab.tune.search import HEADERS, left_out, says, table_rows
 
     searches = [job.planned(session.device.gpu, session.options.quick) for job in jobs]
