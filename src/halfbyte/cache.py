@@ -315,7 +315,6 @@ class KVCache:
                 self._bound = min(self._bound, int(length))
 
     def _capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
         return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def reorder(self, index: torch.Tensor) -> None:

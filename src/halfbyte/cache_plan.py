@@ -132,7 +132,6 @@ def read_plan(plan: CachePlan | str | os.PathLike[str]) -> CachePlan:
 
 
 def _parsed(data: Any, what: str) -> CachePlan:
-    """A plan from what the file holds."""
     check(isinstance(data, dict) and data.get("format") == KIND, f'{what}: it is no plan; expected "format": "{KIND}"')
     check(data.get("version") == VERSION, f"{what}: it has version {data.get('version')!r}; this halfbyte reads {VERSION}")
     sizes, layers, bits = data.get("model"), data.get("layers"), data.get("bits")

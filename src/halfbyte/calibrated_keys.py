@@ -155,7 +155,6 @@ def _rotations(path: Path, what: str) -> tuple[KeyTransform, ...]:
 
 
 def _for_heads(t: torch.Tensor | None, heads: int) -> Any:
-    """Of one head, for all."""
     return None if t is None else t.expand(heads, *t.shape[1:]).contiguous()
 
 

@@ -172,12 +172,10 @@ class Device:
 
     @property
     def torch(self) -> torch.device:
-        """The device as torch names it."""
         return torch.device("cpu") if self.index is None else torch.device(self.kind, self.index)
 
     @property
     def gpu(self) -> GPU:
-        """The facts that plans depend on."""
         return GPU(self.name, self.sm_count or 1, self.capability or (0, 0))
 
 

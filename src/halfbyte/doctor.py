@@ -36,7 +36,6 @@ class Diagnosis:
     problems: list[str]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for JSON."""
         return asdict(self)
 
 
@@ -191,7 +190,6 @@ def _compare(run: Callable[[str], Any], allowed: float) -> str:
 
 
 def _small_cache() -> Any:
-    """A KVCache on the CPU with a few tokens in it."""
     import torch
 
     import halfbyte

@@ -113,7 +113,6 @@ class PageLayout:
         return sorted(arrays, key=lambda array: array[1] != "codes")
 
     def _pages(self, memory: torch.Tensor) -> torch.Tensor:
-        """The memory as bytes [pages, H * N * C]."""
         if not isinstance(memory, torch.Tensor) or memory.dtype not in (torch.int8, torch.uint8) or memory.ndim != 4:
             actual = f"{memory.dtype} {list(memory.shape)}" if isinstance(memory, torch.Tensor) else f"a {type(memory).__name__}"
             raise InvalidArgument(f"memory is {actual}; expected uint8 [pages, H, N, {self.token_head_bytes}]")

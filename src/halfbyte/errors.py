@@ -58,10 +58,7 @@ GET_LABORATORY = "in a checkout of halfbyte: pip install ./lab"
 
 
 def laboratory(module: str, who: str) -> Any:
-    """The module `halfbyte_lab.<module>` for `who`; raises `MissingPackage` where the laboratory is not installed.
-
-    halfbyte imports nothing of its laboratory but by this function.
-    """
+    """The module `halfbyte_lab.<module>`, the one way to it; `MissingPackage` tells `who` needs it where it is not installed."""
     if find_spec("halfbyte_lab") is None:
         raise MissingPackage(f"{who} needs halfbyte's laboratory; {GET_LABORATORY}")
     return importlib.import_module(f"halfbyte_lab.{module}")
@@ -97,10 +94,7 @@ _WARNED: set[str] = set()
 
 
 def warn_once(message: str, key: str = "") -> None:
-    """Issue a `UserWarning`, once per process and message, or `key` of a message that names figures.
-
-    Never while torch.compile traces: a warning would break the graph.
-    """
+    """Issue a `UserWarning` once per process and message, or `key`. Never while torch.compile traces: it would break the graph."""
     import torch  # not at the top: `halfbyte --help` imports this module
 
     if torch.compiler.is_compiling() or (key or message) in _WARNED:

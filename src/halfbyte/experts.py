@@ -22,10 +22,7 @@ _PIECE = 1 << 26
 
 
 class QuantExperts(QuantLayer):
-    """`experts_linear` with its own weight [experts, out_features, in_features].
-
-    activation: applied to the projection, whose rows then alternate between gate and up.
-    """
+    """`experts_linear` with its own weight [E, N, K] and, if gate and up rows alternate, the activation of the projection."""
 
     activation: Activation | None = None
 

@@ -71,7 +71,6 @@ class Estimate:
         return self.plain_weight_bytes + self.plain_kv_bytes
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for JSON, totals included."""
         return {**asdict(self), "total_bytes": self.total_bytes, "plain_total_bytes": self.plain_total_bytes}
 
 
@@ -266,11 +265,9 @@ class CacheSizes:
     window: int = 0
 
     def nbytes(self, batch: int, tokens: int) -> int:
-        """Bytes of all layers."""
         return sum(layer.nbytes(batch, tokens, self.window) for layer in self.layers)
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
-        """Bytes of all layers in 16 bits."""
         return sum(layer.plain_nbytes(batch, tokens) for layer in self.layers)
 
 

@@ -154,10 +154,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """A private folder next to `path`, gone at the end. What killed processes left of earlier writes to `path` goes first.
-
-    A writer holds a lock on its folder, which the system takes back however the process ends.
-    """
+    """A private, locked folder next to `path`, gone at the end. What killed processes left of earlier writes goes first."""
     parent, prefix = path.absolute().parent, f".{path.name}."
     for left in parent.glob(f"{glob.escape(prefix)}*{_SUFFIX}"):
         if (lock := _lock(left, wait=False)) is not None:

@@ -65,10 +65,7 @@ def _longest(texts: Sequence[str], cut: Callable[[str], list[str]]) -> int:
 
 
 def _fitting(text: Sequence[int], least: Sequence[int], room: int, most: int) -> list[int]:
-    """Widths of the columns that are shown: text between its least and its wanted width, then numbers up to `most` in all.
-
-    A word of more than half the room, such as a path, is folded too.
-    """
+    """Widths of the columns that are shown: text, where words longer than half the room fold, then numbers up to `most` in all."""
     names = len(text)
     least = [min(width, room // 2) if i < names else width for i, width in enumerate(least)]
     numbers = list(least[names:])

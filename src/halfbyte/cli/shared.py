@@ -51,7 +51,6 @@ class App(typer.Typer):
         super().__init__(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=names, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
-        """As `typer.Typer.command`."""
         return super().command(name, cls=_Command, **options)
 
 
@@ -235,5 +234,4 @@ def _number(word: str) -> int:
 
 
 def _short(text: str) -> str:
-    """A text, abbreviated."""
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."

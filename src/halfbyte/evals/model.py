@@ -70,7 +70,6 @@ def _check_room(model: Any, setting: Setting, prompt: int, tokens: int) -> None:
 def _pieces(
     model: Any, tokenizer: Tokenizer, ids: list[int], cache: Any, tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """The pieces of text, made on demand."""
     from halfbyte.hf.attention import CACHE
 
     ends = model.generation_config.eos_token_id

@@ -48,10 +48,7 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
-    """transformers' own growing cache, its keys and values rounded to `dtype` but in the model's own; states are as they are.
-
-    A prompt sees itself exactly and is rounded for those after it, as with ours.
-    """
+    """transformers' own cache, keys and values rounded to `dtype` behind the prompt, which sees itself exactly as with ours."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 

@@ -41,7 +41,6 @@ def row(result: Quality) -> tuple[str, ...]:
 
 
 def _weights(result: Quality) -> str:
-    """The formats of the weights."""
     setting = result.setting
     head = f", lm_head {setting.lm_head}" if setting.lm_head else ""
     return (setting.weights or result.plain_weights) + head + (", clip searched" if setting.clip else "")

@@ -91,7 +91,6 @@ class Setting:
                 check_clip(self.clip, weight_format(weights))
 
     def cache_options(self) -> dict[str, Any]:
-        """The options of `halfbyte.hf.PackedCache`."""
         names = ("keys", "values", "rotate_keys", "calibration", "skip_layers", "sink_tokens", "recent_tokens")
         return {name: getattr(self, name) for name in names}
 
@@ -225,10 +224,7 @@ def run_evaluation(
     batch: int = 8,
     name: str = "",
 ) -> list[Quality]:
-    """`evaluate` behind a progress bar, with as many windows at once as keep their log-probabilities below 1 GiB.
-
-    name: of the model, where several are evaluated: a variant with outliers.
-    """
+    """`evaluate` of a model of this name behind a progress bar; as many windows at once as keep log-probabilities below 1 GiB."""
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     batch = max(1, min(batch, 2**28 // (windows.shape[1] * vocabulary)))
@@ -283,7 +279,6 @@ class _Tally:
         return torch.stack([x.double() for x in (kl, ours_next, theirs_next, ours.argmax(-1) == theirs.argmax(-1))])
 
     def result(self) -> Quality:
-        """The means over everything that was run."""
         whole = torch.cat(self._tokens, 1)
         quarters = [part.flatten() for part in whole[0].tensor_split(4, 1)]
         kl, late = torch.cat(quarters), torch.cat(quarters[2:])

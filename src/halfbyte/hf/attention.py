@@ -90,10 +90,7 @@ class Attended(NamedTuple):
 
 
 class Handle:
-    """What a packed layer's `update()` returns in place of keys or values. Only attention can read it.
-
-    The attributes that raise are listed one by one: Dynamo fails on a `__getattr__` (InternalTorchDynamoError).
-    """
+    """What a packed layer's `update()` returns in place of keys or values. What raises is listed: Dynamo fails on `__getattr__`."""
 
     __slots__ = ("before", "layer", "new", "rotated", "which")
 

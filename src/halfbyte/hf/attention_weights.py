@@ -61,7 +61,6 @@ def key_biases(model: nn.Module, rotate_keys: bool | Sequence[bool] = False) -> 
 
 
 def _biases(decoder: Decoder, rotations: Sequence[bool]) -> Iterator[KeyBias]:
-    """`key_biases` for a rotation in each layer."""
     for layer, (block, heads) in enumerate(zip(decoder.blocks, decoder.kv_heads, strict=True)):
         for projection, rows in _key_projections(block, decoder.dims[layer][0], heads):
             bias, weight = _rows(projection, rows)

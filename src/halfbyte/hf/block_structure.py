@@ -277,7 +277,6 @@ def _sums_up(expected: torch.Tensor, found: Any) -> bool:
 
 
 def _bound(call: Call) -> dict[str, Any]:
-    """The arguments of a call by name."""
     return {**dict(zip(_names(call.module), call.args, strict=False)), **call.kwargs}
 
 

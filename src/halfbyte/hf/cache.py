@@ -348,5 +348,4 @@ def check_attention(model_or_config: Any) -> None:
 
 
 def _token_bytes(keys: Format, values: Format, heads: int, key_dim: int, value_dim: int) -> float:
-    """Bytes one token of one sequence takes in a layer."""
     return token_bytes(keys, heads, key_dim) + token_bytes(values, heads, value_dim)

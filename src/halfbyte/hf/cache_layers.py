@@ -116,7 +116,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated; 0 before the first update."""
         return 0 if self.kv is None else int(self.kv.nbytes)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -229,7 +228,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.is_empty = not bool(self.kv.lengths.any())
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise where `crop` would."""
         if tokens_to_remove < 0 and isinstance(self.kv, WindowKVCache):
             self.kv.check_crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
 
@@ -264,13 +262,11 @@ class HybridLayer(PackedLayer, StateLayer):  # type: ignore[misc]
     is_croppable = StateLayer.is_croppable
 
     def __init__(self, states: int, *options: Any) -> None:
-        """`states`: how many the layer has; `options` as of `PackedLayer`."""
         PackedLayer.__init__(self, *options)
         StateLayer.__init__(self, number_of_states=states)
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, those of the state included."""
         return PackedLayer.nbytes.fget(self) + state_bytes(self)  # type: ignore[attr-defined, no-any-return]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

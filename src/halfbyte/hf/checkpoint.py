@@ -193,10 +193,7 @@ _PACKED = {torch.uint8: 2, torch.int32: 8}
 
 
 def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> Any:
-    """The model of config.json on the meta device, its weights not quantized.
-
-    It must not be much larger than the files: missing parameters would be allocated and filled at random.
-    """
+    """The empty model of config.json, no larger than the files: missing parameters would be allocated and filled at random."""
     try:
         config = read_config(folder)
         layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0

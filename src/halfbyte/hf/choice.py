@@ -47,7 +47,6 @@ class Choice:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time of the call (`max_time`) is over."""
         return self.latest is not None and time.time() > self.latest
 
     def __call__(self, held: Tokens, logits: torch.Tensor, length: int, seen: torch.Tensor | None = None) -> None:
@@ -122,7 +121,6 @@ class RecordedChoice:
         self.choice, self.graph = choice, Recorded(1, pool, generator)
 
     def __call__(self, logits: torch.Tensor) -> None:
-        """As the choice itself."""
         self.graph(lambda: self.choice(logits), logits.device)
 
 

@@ -87,7 +87,6 @@ class Generate(Replaced):
     _last: tuple[Hashable, PackedCache] | None = None
 
     def cache(self, model: Any, capacity: int) -> PackedCache:
-        """The default cache of a call."""
         kind = self.settings, id(model.config), model.config._attn_implementation, model.dtype, default_impl()
         if self._last is not None and self._last[0] == kind and (cache := self._last[1].another(self.settings.room(capacity))):
             return cache
@@ -133,13 +132,9 @@ class Generate(Replaced):
 
 
 class NoContinuousBatching(Replaced):
-    """Stands in for `model.init_continuous_batching`, which `generate_batch` and `transformers serve` begin with.
-
-    It would switch to another attention, and with it to a cache in 16 bits, where one of flash attention is installed.
-    """
+    """Stands in for `model.init_continuous_batching`, which may switch to another attention, and with it to a cache in 16 bits."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, unless the model has halfbyte's attention."""
         if self.model.config._attn_implementation == NAME:
             raise Unsupported(
                 "continuous batching of transformers (generate_batch, serve) allocates pages in 16 bits; for a packed cache use "
@@ -149,10 +144,7 @@ class NoContinuousBatching(Replaced):
 
 
 class Prepared:
-    """What a view of a model overrides of `GenerationMixin`, and of its family.
-
-    uses    ends with the call: `PackedCache.used` of its caches
-    """
+    """What a view of a model overrides of its class. uses: ends with the call, `PackedCache.used` of its caches."""
 
     owner: Generate
     recorded: bool
@@ -162,10 +154,7 @@ class Prepared:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
     ) -> Any:
-        """Put a packed cache into `model_kwargs`, unless the call requests another cache, or none.
-
-        A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
-        """
+        """Put a packed cache into `model_kwargs` unless the call requests another, or none; one that was passed in grows."""
         implementation = generation_config.cache_implementation
         if implementation == NAME:  # in this call's copy; transformers' own code does not know the name
             generation_config.cache_implementation = None
@@ -278,10 +267,7 @@ def _moved(t: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _check_goes_on(held: int, generation_config: Any, mask: torch.Tensor | None) -> None:
-    """Raise for a text that ends within the `held` tokens: `generate()` would append the wrong part of it.
-
-    transformers drops a mask without padding and keeps its length in `generation_config`.
-    """
+    """Raise for a text that ends within the `held` tokens. transformers drops a mask without padding, and keeps its length."""
     columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
     if columns is not None and columns <= held:
         raise InvalidArgument(

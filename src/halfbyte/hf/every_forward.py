@@ -59,10 +59,7 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
 
 @contextmanager
 def part_of_text(model: Any, last: int) -> Iterator[None]:
-    """Context manager: forwards read a part of a text whose last position is `last`.
-
-    Rotary embeddings that depend on the length (longrope, dynamic) take it from the positions of a forward, which end earlier.
-    """
+    """Context manager: forwards read a part of a text that ends at position `last`, on which longrope and dynamic RoPE depend."""
 
     def longer(positions: torch.Tensor) -> torch.Tensor:
         return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
@@ -86,8 +83,6 @@ def part_of_text(model: Any, last: int) -> Iterator[None]:
 
 
 class _Forward:
-    """Stands in for `model.forward`."""
-
     def __init__(self, model: Any, settings: CacheSettings, chunk: int, forward: Any) -> None:
         self.model, self.settings, self.chunk, self.forward = model, settings, chunk, forward
 
@@ -167,10 +162,7 @@ def _joined(outputs: list[Any], axis: int) -> Any:
 
 
 def _texts(input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> list[list[slice]] | None:
-    """By row, which tokens each of its texts is; None when every row is one text.
-
-    input_ids [B, L]; position_ids [B, L] or [1, L], or [4, B, L], of which the first counts tokens (Qwen's multimodal RoPE).
-    """
+    """By row, which tokens each of its texts is; None where rows are one text. Of position_ids [4, B, L] the first counts."""
     if position_ids is not None and position_ids.ndim == 3:
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     if position_ids is None:

@@ -103,7 +103,6 @@ class StoredNames:
         return (self._places.get(name) or self._place(name))[0]
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of the files belongs to the model."""
         return self.parameter(name) in self._state
 
     def is_dropped(self, name: str) -> bool:
@@ -151,7 +150,6 @@ class StoredNames:
         return dict(self._canonical(name.removesuffix(".weight"), t, source) for name, t in tensors.items())
 
     def target(self, name: str, source: Source) -> Target:
-        """The weight of the model that a name stands for."""
         target = self._targets.get(name)
         if target is None:
             family = type(self._model).__name__

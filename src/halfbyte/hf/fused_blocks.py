@@ -250,7 +250,6 @@ class FusedBlock(nn.Module):
         return getattr(vars(self)["own"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the family's block is given: hidden [B, L, N] and others."""
         structure = self.structure
         block = {**dict(zip(structure.names, args, strict=False)), **kwargs}
         if any(x is not None and name not in structure.knows for name, x in block.items()):

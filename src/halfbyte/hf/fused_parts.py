@@ -40,10 +40,7 @@ def quantized_layer(layer: Any) -> Any:
 
 
 def _project(x: Rows, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """x [..., K] by each of up to three layers: in one launch where all are quantized, fused before or not; else one by one.
-
-    So are weights in act-order, each of which has an order of its own.
-    """
+    """x [..., K] by each of up to three layers: one launch where all are quantized, and none is in act-order; else one by one."""
     quantized: list[Any] = [quantized_layer(layer) for layer in layers]
     if None in quantized or (len(layers) > 1 and any(layer.weight.perm is not None for layer in quantized)):
         x = whole_rows(x)
@@ -162,10 +159,7 @@ def _maps_alike(form: Form, part: Part, again: bool) -> bool:
 
 
 class Tables:
-    """cos and sin of a step as `append` takes them, made once for all blocks.
-
-    Two pairs are held, as layers with a window may rotate at another base (Gemma 3).
-    """
+    """cos and sin of a step as `append` takes them, made once for all blocks; two pairs, of layers with a window and without."""
 
     held: tuple[tuple[tuple[torch.Tensor, int, bool], Rope], ...] = ()
 
@@ -278,7 +272,6 @@ class _Twin:
         self.layer = layer
 
     def update(self, k: torch.Tensor, v: torch.Tensor, number: int, **rotated: Any) -> Any:
-        """As `PackedCache.update`."""
         return self.layer.update(k, v, **rotated)
 
 

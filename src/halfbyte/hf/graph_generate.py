@@ -1,15 +1,10 @@
 """The decode loop of `model.generate()` over a packed cache: one recorded step a token, without Dynamo.
 
-transformers prepares the call (prompt, cache, logits processors, stopping criteria) and hands it to a `DecodeLoop`, which runs the
-prompt as transformers does and then, for every token:
+transformers prepares the call and hands it to a `DecodeLoop`, which runs the prompt as transformers does and then, for every token
+or, with prompt_lookup_num_tokens=, for every run of accepted drafts:
 
     tokens -> static input ids -> [model.forward, positions + 1] -> logits -> [processors, choice, ends] -> tokens
                                   one CUDA graph, replayed                   one more, where only logits decide
-
-or, with prompt_lookup_num_tokens=, for every run of accepted drafts (`recorded_step.py`).
-
-Graphs are kept for the next call (`recorded_step.py`). A choice that depends on more than logits is launched by the host for each
-token (`choice.py`). The forward is that of `fused_blocks.py` where the family has one.
 
 Nothing waits for the GPU. Whether every sequence has finished is read once in `EVERY` steps, and tokens beyond the end are cut off.
 On other devices the recorded forward is an ordinary call, and everything else the same.
@@ -55,12 +50,7 @@ _UNUSED = ("tokenizer", "assistant_tokenizer")
 
 
 class DecodeLoop:
-    """What `generate()` hands a prepared call to: recorded steps where they can run, else transformers' own loop, with a warning.
-
-    model           the model whose steps are kept; transformers calls with a view of it
-    fuse_blocks     steps run the fused blocks of `fused_blocks.py`, where the family has them
-    generator       where samples are drawn from; None: torch's default
-    """
+    """What `generate()` hands a prepared call to: recorded steps, or, with a warning that says why, transformers' own loop."""
 
     def __init__(self, model: Any, fuse_blocks: bool, generator: torch.Generator | None) -> None:
         self.model, self.fuse_blocks, self.generator = model, fuse_blocks, generator
@@ -160,7 +150,6 @@ def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: in
 
 
 def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generator | None, options: dict[str, Any]) -> Any:
-    """Run transformers' own loop."""
     input_ids, processor, criteria, config = call
     options = {name: x for name, x in options.items() if x is not None}
     if generator is not None:
@@ -183,8 +172,6 @@ class _Lookup(NamedTuple):
 
 
 class _Loop:
-    """One call of `generate()`."""
-
     def __init__(
         self,
         owner: DecodeLoop,
@@ -233,10 +220,7 @@ class _Loop:
         return self._result()
 
     def _prompt(self, inputs: dict[str, Any], keeps: bool) -> Any:
-        """The output of the model for the prompts: by a graph that is kept, or as transformers runs them.
-
-        Padding changes M of a GEMM, and with it rounding, so the tokens of transformers' loop (without fused blocks) do without.
-        """
+        """The model's output for the prompts: by a kept graph or, as padding changes rounding, as transformers runs them."""
         tokens = self.prompts.shape[1]
         if keeps and self.owner.fuse_blocks and records_prompts(self.prompts) and self.config.prefill_chunk_size is None:
             own = self.view.prepare_inputs_for_generation(
@@ -248,7 +232,6 @@ class _Loop:
         return self.view._prefill(self.prompts, self.config, inputs)
 
     def _steps(self, every: int, inputs: dict[str, Any]) -> None:
-        """Every token but the first."""
         view = fused_view(self.owner.model, self.addresses) if self.owner.fuse_blocks else None
         forward = self.view if view is None else view
         self.forward = self._first_forward((view, self.view.training, self.lookup), inputs)  # a view made anew is another

@@ -41,10 +41,7 @@ def announce(layer: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def newest_layer(module: Any) -> Any:
-    """The layer that this module's forward has just updated; None where it has no cache of latents, or failed before.
-
-    Raises `Unsupported` for a module that expands latents by itself, as those of older versions of transformers.
-    """
+    """The layer that this module's forward has just updated, or None. `Unsupported` for a module that expands latents by itself."""
     layer, latents, _newest.layer, _newest.latents = _newest.layer, _newest.latents, None, None
     if latents is None or latents() is None:
         return None

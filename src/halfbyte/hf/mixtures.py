@@ -146,10 +146,7 @@ def projections(module: Any) -> tuple[str, str] | None:
 
 
 def stack_shape(module: Any, name: str) -> Shape:
-    """[experts, out features, in features] of a projection that is not quantized yet.
-
-    LongCat's first projection has rows for its identities, too, which nothing reads.
-    """
+    """[experts, out, in features] of a projection that is not quantized yet. LongCat's has rows more, which nothing reads."""
     (_, *matrix), both = getattr(module, name).shape, (getattr(module, each) for each in projections(module) or ())
     experts = min(len(stack) for stack in both if isinstance(stack, torch.Tensor))
     return (experts, *(reversed(matrix) if layout(module).is_transposed else matrix))
@@ -161,10 +158,7 @@ def expert_stacks(model: nn.Module) -> list[Any]:
 
 
 def unread_experts(config: Any, experts: int, sequences: int) -> float:
-    """Expected share of so many experts that a decode step does not read, if all are used equally often.
-
-    0 where the configuration does not say how many of them a token uses.
-    """
+    """Expected share of so many experts that a step does not read, if all are used equally often; 0 where top_k is not known."""
     config = getattr(config, "ffn_config", None) or config
     top_k = next((n for name in _USED if isinstance(n := getattr(config, name, None), int)), 0)
     return (1 - min(1.0, top_k / experts)) ** sequences if top_k and experts else 0.0
@@ -221,10 +215,7 @@ def use_experts(model: nn.Module) -> None:
 
 
 def fusible(module: Any) -> Activation | None:
-    """The `Activation` that equals the module's own at many gates and up projections; None if there is none.
-
-    Its numbers (a limit, say) are attributes of the module.
-    """
+    """The `Activation` that equals the module's own at many gates and up projections, with its attributes as numbers, or None."""
     if not module.has_gate:
         return None
     numbers = [float(v) for v in vars(module).values() if isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 100]

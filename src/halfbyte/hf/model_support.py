@@ -1,11 +1,8 @@
-"""Which transformers models a packed cache fits, and why the others are refused.
+"""Which transformers models a packed cache fits, and why the others are refused; options of a cache, checked against a model.
 
-The cache hands packed keys and values to the attention function through what `update()` returns. That fits a model which passes the
-result on untouched. The lists come from a scan of every attention class of transformers 5.24 (what happens to the result of
-the cache's `update` before the attention function is called); a model that is on none of them is still guarded by the handles,
-which refuse every use except attention.
-
-Options of a cache, too: one for all layers, or a list with one for each, checked against the model.
+The cache hands packed data to attention through what `update()` returns, which fits a model that passes the result on untouched.
+`REFUSED` comes from a scan of every attention class of transformers 5.24. Other models are guarded by the handles, which refuse
+every use except attention.
 """
 
 from __future__ import annotations
@@ -137,16 +134,11 @@ class Decoder:
 
     @cached_property
     def kv_heads(self) -> list[int]:
-        """Of each block."""
         return [kv_heads(self.config, layer) for layer in range(len(self.blocks))]
 
 
 def read_config(folder_or_id: Any) -> Any:
-    """The configuration of a model folder or Hub id, without running code of either.
-
-    Implementations of attention and experts that it names are forgotten: transformers would download kernels by such a name, and
-    run them.
-    """
+    """The configuration of a folder or Hub id. Kernels that it names are forgotten: transformers would download and run them."""
     if (folder := Path(folder_or_id)).is_dir():
         check_folder(folder)
     config = AutoConfig.from_pretrained(folder_or_id, trust_remote_code=False)
@@ -216,10 +208,7 @@ def check_continues(model: Any) -> None:
 
 
 def _sees_both_sides(model: nn.Module) -> bool:
-    """Whether an attention layer of the decoder says that it is not causal, as those of BERT do by default.
-
-    Cross-attention sees all of the encoder's states, which are in a cache of their own.
-    """
+    """Whether self-attention of the decoder says that it is not causal, as that of BERT does by default."""
     both = {
         id(m)
         for block in blocks(model)

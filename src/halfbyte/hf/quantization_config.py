@@ -177,10 +177,7 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
 
 
 def keep_names(model: Any) -> None:
-    """Let transformers save tensors under the model's own names, which are those of `quantization_config`.
-
-    By default it uses a family's old checkpoint names, or drops a prefix that the loaded files lacked.
-    """
+    """Let transformers save tensors under the names of `quantization_config`: not a family's old ones, nor without a prefix."""
     model._weight_conversions = []
     if isinstance(
         getattr(model, "get_output_embeddings", lambda: None)(), QuantLinear

@@ -1,14 +1,11 @@
 """The quantizer that transformers finds by the name "halfbyte": it loads folders that halfbyte wrote, and quantizes while loading.
 
 A folder is what transformers writes, with the parts of each quantized weight under the names of QuantLinear's parameters, and in
-config.json the weight format of every quantized module.
+config.json the format of every quantized module. A transformers without halfbyte would skip the unknown quant_method, and make up
+weights. So for each weight the files also hold an empty tensor under the plain name, at whose shape every loader stops, and one
+whose name says what to do.
 
-Where halfbyte is not imported, transformers skips a quant_method that it does not know and makes up random weights. So the files
-also hold an empty tensor, of shape [0], under each weight's plain name (`layer.weight`, `experts.down_proj`): every loader that
-does not know halfbyte stops at its shape. The name of one more says what to do; such a loader prints it as unexpected.
-
-Of a 16-bit checkpoint transformers hands every tensor that needs it to a `ConversionOps`, one after the other. Each layer is
-replaced as soon as its weight has arrived, so the model is never whole in 16 bits.
+Of a 16-bit checkpoint each layer is replaced as soon as its weight has arrived, so the model is never whole in 16 bits.
 """
 
 from __future__ import annotations
@@ -42,11 +39,7 @@ from halfbyte.nn import QuantLayer, QuantLinear
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """`halfbyte.hf.quantize(model, **options)` for a model whose weights are about to be read.
-
-    Making one checks everything that does not depend on the weights, on the empty model; `convert` gets the weights one by one;
-    `finish` does what is left.
-    """
+    """`halfbyte.hf.quantize` of an empty model, which is checked at once. `convert` gets the weights, `finish` does the rest."""
 
     def __init__(self, model: Any, options: dict[str, Any], device_map: Any) -> None:
         places = set(map(str, device_map.values() if isinstance(device_map, dict) else [device_map]))
@@ -185,10 +178,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
 
     def _name_base(self, model: Any, known: dict[str, Target]) -> None:
-        """AutoModel makes the base model alone: take its modules, without the name that the whole model has for it.
-
-        transformers does the same to the names in the files.
-        """
+        """AutoModel makes the base model alone: take its names without the prefix, as transformers does in the files."""
         config, prefix = self.quantization_config, f"{model.base_model_prefix}."
         base = [name for name in config.modules if name.startswith(prefix) and name.removeprefix(prefix) in known]
         if not base or known.keys() & config.modules.keys():
@@ -259,10 +249,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**model.state_dict(), **{name: torch.empty(STOP) for name in (*plain, *([NOTICE] if plain else []))}}, {}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
-        """How the names in files become those of the model. Those of a model with quantized weights are: `keep_names`.
-
-        transformers 5.19 passes no model.
-        """
+        """How names in files become the model's; those of `keep_names` are. transformers 5.19 passes no model."""
         return [] if self._own_names else weight_conversions
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:

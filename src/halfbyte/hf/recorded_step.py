@@ -43,10 +43,7 @@ _kept: WeakKeyDictionary[Any, dict[Hashable, Step]] = WeakKeyDictionary()
 
 
 class Recorded:
-    """A function over static memory: called `warm_up` times, then captured in a CUDA graph, and replayed from then on.
-
-    On other devices, and where capture fails, it is called each time.
-    """
+    """A function over static memory: called `warm_up` times, then replayed as a CUDA graph. Without graphs it is called."""
 
     def __init__(self, warm_up: int, pool: Any, generator: torch.Generator | None = None) -> None:
         """pool: of the graphs' memory. Those of a step share one, as they are replayed one after the other."""

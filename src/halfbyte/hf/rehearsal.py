@@ -99,10 +99,7 @@ def compile_ahead(model: Any, facts: Survey, call: Prompts, fuse_blocks: bool) -
 
 
 def _begin(model: Any, now: Sequence[Prompts], largest: int, fuse_blocks: bool) -> tuple[Ahead | None, int]:
-    """What is compiled from now on, and how many of its variants the calls `now` need; None where all are compiled.
-
-    largest: the most sequences of a call.
-    """
+    """What is compiled from now on for up to `largest` sequences (None: nothing is left), and how many variants `now` needs."""
     rehearsal = _Rehearsal(model, fuse_blocks)
     stamps = {n: stamp_of(rehearsal.facts, n) for n in (largest, *(n for n in _BATCHES if n > largest))}
     if any(stamp.exists() for stamp in stamps.values()):
@@ -152,10 +149,7 @@ def _of_batch(sequences: int) -> Iterator[Prompts]:
 
 
 class _Rehearsal:
-    """Calls of a model with one block of each kind, for a block that only compiles (`ops.compiling.compiling_only`).
-
-    No logits are computed there, so every token is token 0 and the choice greedy, whatever the model's own is.
-    """
+    """Calls of a model with one block of each kind, for `compiling_only`. There are no logits: each token is greedy, token 0."""
 
     def __init__(self, model: Any, fuse_blocks: bool) -> None:
         self.whole, self.model, self.fuse_blocks = model, with_blocks(model, _one_of_each(blocks(model))), fuse_blocks
@@ -192,7 +186,6 @@ class _Rehearsal:
             self.model(input_ids=self._zeros(1, tokens), use_cache=True, **{**options, CACHE: cache})
 
     def _cache(self, model: Any, capacity: int) -> Any:
-        """The default cache of the whole model."""
         return self.whole.generate.cache(self.whole, max(capacity, self.capacity))
 
     def _zeros(self, *shape: int) -> torch.Tensor:

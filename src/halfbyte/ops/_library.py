@@ -25,10 +25,7 @@ _transforms, _has_modes = torch._C._functorch.peek_interpreter_stack, torch._C._
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an op from its schema, its implementation for every device and its shape rule; returns the callable op.
-
-    No op here has a gradient: one that returns something raises when a gradient is requested, see `halfbyte.transforms`.
-    """
+    """Register an op from schema, implementation and shape rule; returns it. One with results refuses gradients."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, torch.no_grad()(_without_autocast(run)), "CompositeExplicitAutograd")

@@ -84,7 +84,6 @@ def plan_of(call: LinearCall, alternating: bool = False) -> GemmPlan | str:
 
 
 def _problem_of(call: LinearCall) -> GemmProblem:
-    """The problem of a call of x [M, K], for its plan."""
     rows, width = call.x.shape
     return GemmProblem(tuple([(w.format, w.shape[0]) for w in call.weights]), rows, width, HALVES[call.x.dtype])
 
@@ -105,10 +104,7 @@ def _plan(problem: GemmProblem, device: int, use_pdl: bool) -> GemmPlan | str:
 
 
 def rows_of_plans(problem: GemmProblem, most: int, device: torch.device) -> list[int]:
-    """The fewest M, from 17 to `most`, of each variant of a kernel that GEMMs of these weights take. `problem` has any M.
-
-    Below 17 variants differ by M and by what surrounds the call.
-    """
+    """The fewest M from 17 to `most` of each variant for these weights. Below, variants differ by what surrounds the call."""
     fewest: dict[object, int] = {}
     for rows in (17, 33, *range(65, most + 1, 64)):  # no block of batch rows has fewer than 32, or from 65 on 64
         plan = _plan(problem._replace(rows=rows), device.index, pair_launches())
@@ -128,10 +124,7 @@ def _tiles(problem: GemmProblem, device: int, row_invariant: bool) -> PortableTi
 
 
 def expands(call: LinearCall) -> bool:
-    """Whether M is so large that a GEMM without a tuned kernel runs over dequantized slabs of the weights.
-
-    Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
-    """
+    """Whether a large M runs over dequantized slabs, for which torch's deterministic mode may refuse cuBLAS."""
     return expanded(_problem_of(call)) and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -258,10 +251,7 @@ def portable_workspace(
 
 
 def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, QuantTensor]:
-    """x copied with contiguous columns, in the order that the weight stores them.
-
-    The kernel can gather columns itself, but single 16-bit elements cannot be copied asynchronously and cost registers.
-    """
+    """x with contiguous columns as the weight stores them: gathered 16-bit elements cannot be copied asynchronously."""
     if w.perm is not None:
         return x.index_select(1, w.perm.clamp(0, x.shape[1] - 1)), replace(w, perm=None)
     return (x if x.stride(1) == 1 else x.contiguous()), w

@@ -130,7 +130,6 @@ def _checked(call: DecodeCall) -> DecodeCall:
 
 
 def _check_bounds(bounds: list[int], lengths: list[int], tokens: int, most: int) -> None:
-    """Check the contents of cu_seqlens_q."""
     counts = [end - begin for begin, end in pairwise(bounds)]
     right = bounds[0] == 0 and all(n >= 0 for n in counts) and bounds[-1] <= tokens
     check(right, f"cu_seqlens_q is {bounds}; expected it to rise from 0 to at most T = {tokens}")

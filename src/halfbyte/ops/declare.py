@@ -225,7 +225,6 @@ class Op(Generic[CallT]):
 
 
 def _marked(hint: Any) -> tuple[Any, frozenset[Any]]:
-    """A type and its marks."""
     return (hint.__origin__, frozenset(hint.__metadata__)) if typing.get_origin(hint) is typing.Annotated else (hint, frozenset())
 
 

@@ -183,10 +183,7 @@ def _run_on_gpu(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
 
 
 def _rows_to_dequantize(call: ExpertsCall) -> int:
-    """Rows of each expert that "auto" dequantizes at a time; 0 where codes are multiplied as they are.
-
-    With act-order that would gather x for each pair first, by indices of 64 bits.
-    """
+    """Rows of each expert that "auto" dequantizes at a time; 0: codes are multiplied. Act-order would gather x for each pair."""
     rows = dequantized_rows(_problem_of(call), gpu(call.x.device.index).capability)
     return rows if rows and (call.weight.perm is not None or isinstance(_plan_of(call), str)) else 0
 
@@ -234,7 +231,6 @@ def _grouped_plans(up: ExpertsCall, down: ExpertsCall) -> tuple[GemmPlan, GemmPl
 
 
 def _problem_of(call: ExpertsCall, ids_early: bool = False) -> GemmProblem:
-    """What a plan needs to know of a call."""
     experts, features, width = call.weight.shape
     tokens, top_k = call.ids.shape
     routing = Routing(experts, top_k, shared=call.x.ndim == 2, gated=call.gates is not None, ids_early=ids_early)

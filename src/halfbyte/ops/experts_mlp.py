@@ -27,7 +27,6 @@ class Projection(NamedTuple):
     bias: torch.Tensor | None = None
 
     def weight(self) -> QuantTensor:
-        """The parts as one weight."""
         return weight_of(weight_format(self.format), self.parts)
 
 

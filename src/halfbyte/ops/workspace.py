@@ -26,10 +26,7 @@ _used_up: list[torch.Tensor] = []
 
 
 def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
-    """At least `size` fp32 numbers, uninitialized, for one launch on the current stream.
-
-    own: allocate, without the buffer that is kept between calls: compiled code allocates from pools that must not be kept.
-    """
+    """At least `size` uninitialized fp32 numbers for one launch on this stream. own: not the buffer that is kept between calls."""
     if own or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.empty(size, dtype=torch.float32, device=device)
     key = (device, stream_of(device))
