@@ -20,9 +20,9 @@ from halfbyte.cli import inspect, models
 from halfbyte.cli.shared import human_bytes
 from halfbyte.doctor import Check, diagnose
 from halfbyte.errors import InvalidArgument, MissingPackage, require
-from halfbyte.evals.environment import Environment
 from halfbyte_lab import bench_model
 from halfbyte_lab.measure import records
+from halfbyte_lab.measure.environment import Environment
 
 
 def run(*arguments: str) -> int:

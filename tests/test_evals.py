@@ -27,7 +27,7 @@ from halfbyte.evals import model as models
 from halfbyte.evals import present
 from halfbyte.evals.choices import SAFE, caches
 from halfbyte.evals.own_attention import own_attention
-from halfbyte.evals.present import append_records, verdict
+from halfbyte.evals.present import verdict
 from halfbyte.evals.quality import (
     Quality,
     Setting,
@@ -44,7 +44,7 @@ from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 from halfbyte.hf.model_support import half_type
 from halfbyte.paths import shipped_model
 from halfbyte_lab.evals import demo
-from halfbyte_lab.evals.pages import add_results, by_model, cards, merged, model_table, write_report
+from halfbyte_lab.evals.pages import add_results, append_records, by_model, cards, merged, model_table, write_report
 from halfbyte_lab.report import Report
 
 

@@ -29,8 +29,8 @@ import pytest
 
 from browser import picture, terminal
 from halfbyte.device import describe
-from halfbyte.evals.environment import environment
 from halfbyte.paths import append_line, shipped_model
+from halfbyte_lab.measure.environment import environment
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")

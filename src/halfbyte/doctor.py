@@ -158,10 +158,6 @@ def _explain(op: str) -> str:
     return f"{text}; {run()}" if run else text
 
 
-def _run_append() -> str:
-    return f"a small call works, {int(_small_cache().lengths[0])} tokens stored"
-
-
 def _run_decode_attention() -> str:
     import torch
 
@@ -200,7 +196,11 @@ def _small_cache() -> Any:
     return cache
 
 
-RUNS: dict[str, Callable[[], str]] = {"append": _run_append, "decode_attention": _run_decode_attention, "linear": _run_linear}
+RUNS: dict[str, Callable[[], str]] = {
+    "append": lambda: f"a small call works, {int(_small_cache().lengths[0])} tokens stored",
+    "decode_attention": _run_decode_attention,
+    "linear": _run_linear,
+}
 
 
 # ------------------------------------------------------------------------------- each kernel, over a small call of each format

@@ -6,7 +6,6 @@ come on top.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.errors import CheckpointError, InvalidArgument, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paging import SPARE, ring_tokens
 from halfbyte.paths import resolve_model
@@ -349,19 +348,6 @@ def quant_method(config: Any) -> str | None:
         section.get(n) if isinstance(section, dict) else getattr(section, n, None) for n in ("quant_method", "modules")
     )
     return None if method is None or (method == OWN and not modules) else str(method)
-
-
-def expected_weights(config: Any) -> str | None:
-    """The weight format that files of another library load as, if their configuration says so."""
-    from halfbyte.checkpoints.adapters import make_adapter
-
-    section = getattr(config, "quantization_config", None)
-    if not isinstance(section, dict) or "quant_method" not in section:
-        return None
-    with contextlib.suppress(CheckpointError, Unsupported):
-        fmt = make_adapter(section).expected()
-        return None if fmt is None else fmt.name
-    return None
 
 
 def notes(

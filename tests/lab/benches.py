@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfbyte.device import Device
-from halfbyte.evals.environment import Environment
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.measure.timing import Effort
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfbyte.evals.environment import Environment
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.records import Record
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

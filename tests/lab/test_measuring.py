@@ -25,13 +25,13 @@ from halfbyte import device as device_module
 from halfbyte.cache import KVCache
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.evals.environment import Environment
 from halfbyte.settings import default_impl
 from halfbyte_lab.cases import append_case, chain, decode_cases, overhead, targets
 from halfbyte_lab.cases.targets import Target, judge
 from halfbyte_lab.measure import caches, charts, checks, decode, linear, records, tables
 from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused, attention_accuracy, linear_accuracy
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.page import write_page
 from halfbyte_lab.measure.records import DamagedRecords, Record, Verdict
 from halfbyte_lab.measure.roofline import READERS, Roofline, torch_readers

@@ -14,13 +14,13 @@ import pytest
 
 from halfbyte import cli
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals.environment import Environment
 from halfbyte_lab import bench, suites
 from halfbyte_lab.cases import figures
 from halfbyte_lab.measure import charts, compare, records, tables
 from halfbyte_lab.measure import figures as measure_figures
 from halfbyte_lab.measure import page as page_module
 from halfbyte_lab.measure.compare import Change, changes, latest
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.records import Record, Verdict
 from halfbyte_lab.measure.report_sections import by_section
 

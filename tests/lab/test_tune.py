@@ -16,7 +16,6 @@ import halfbyte
 from halfbyte.cli import app as halfbyte_app
 from halfbyte.device import H200, describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals.environment import Environment
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import by_plan
 from halfbyte.paths import own_plans
@@ -43,6 +42,7 @@ from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
 from halfbyte_lab import bench, precompile
 from halfbyte_lab.measure import trials as session_module
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.measure.timing import NOT_CAPTURED, Work

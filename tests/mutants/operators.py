@@ -127,7 +127,7 @@ def main() -> int:
 
     from halfbyte import __version__
     from halfbyte.device import describe
-    from halfbyte.evals.environment import environment as where_and_how
+    from halfbyte_lab.measure.environment import environment as where_and_how
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"default: {', '.join(TESTS)}")

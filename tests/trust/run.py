@@ -29,8 +29,8 @@ from programme import PLACES, ROOT, ROWS, Row
 
 from halfbyte import __version__
 from halfbyte.device import describe
-from halfbyte.evals.environment import environment as where_and_how
 from halfbyte.paths import append_line
+from halfbyte_lab.measure.environment import environment as where_and_how
 
 RECORDS = ROOT / "results" / "trust.jsonl"
 FOLDERS = ("src", "lab/src", ".", "tests", "tests/gpu", "tests/hf", "tests/trust")

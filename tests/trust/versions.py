@@ -34,7 +34,7 @@ ENVIRONMENT = """
 import json, transformers
 from dataclasses import asdict
 from halfbyte.device import describe
-from halfbyte.evals.environment import environment
+from halfbyte_lab.measure.environment import environment
 made = asdict(environment(describe("cpu"), 1))
 made["versions"]["transformers"] = transformers.__version__
 print(json.dumps(made))

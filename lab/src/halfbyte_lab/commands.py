@@ -40,8 +40,9 @@ def demo(
     wide: Wide = False,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
-    from halfbyte.evals.present import HEADERS, append_records, rows
+    from halfbyte.evals.present import HEADERS, rows
     from halfbyte_lab.evals.demo import demo as run
+    from halfbyte_lab.evals.pages import append_records
 
     check_page(html, "html")
     check_writable(output, "output")

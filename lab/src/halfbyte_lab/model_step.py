@@ -26,7 +26,6 @@ from transformers.utils import logging
 
 from halfbyte.device import Device
 from halfbyte.errors import check
-from halfbyte.evals.environment import Environment, environment
 from halfbyte.formats import key_format, plain_format, value_format, weight_format
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load as load_folder
@@ -39,6 +38,7 @@ from halfbyte.nn import QuantLayer
 from halfbyte.paths import resolve_model
 from halfbyte.settings import HALVES, check_half
 from halfbyte_lab.measure.cupti import busy_parts_of
+from halfbyte_lab.measure.environment import Environment, environment
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.roofline import Roofline
 from halfbyte_lab.measure.timing import QUICK

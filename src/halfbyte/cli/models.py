@@ -77,7 +77,7 @@ def evaluate(
     from halfbyte.evals.choices import limit
     from halfbyte.evals.model import load
     from halfbyte.evals.own_attention import agreement
-    from halfbyte.evals.present import HEADERS, append_records, records, rows, verdict
+    from halfbyte.evals.present import HEADERS, records, rows, verdict
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
     from halfbyte.evals.text import check_exact, read_text
     from halfbyte.evals.text import windows as cut
@@ -85,6 +85,7 @@ def evaluate(
 
     check_page(results_to.html, "html")
     check_writable(results_to.output, "output")
+    pages: Any = laboratory("evals.pages", "--html and --output") if results_to.html or results_to.output else None
     for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
         check(value is None or value >= least, f"{name}={value}; expected at least {least}")
     check(results_to.suite or not (results_to.card or results_to.tasks), "--card and --tasks say something about --suite; add it")
@@ -124,9 +125,9 @@ def evaluate(
         )
         console().print(f"{same}\n{verdict(results)}".strip(), markup=False, highlight=False)
     if results_to.output is not None:
-        append_records(results, results_to.output, longer, device=device)
+        pages.append_records(results, results_to.output, longer, device=device)
     if results_to.html is not None:
-        laboratory("evals.pages", "--html").write_report(results, f"{model}: what the bits cost", results_to.html, longer)
+        pages.write_report(results, f"{model}: what the bits cost", results_to.html, longer)
 
 
 @with_options(CacheFormats)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.evals.choices import caches, is_safe
 from halfbyte.evals.quality import Quality
-from halfbyte.paths import append_line
 from halfbyte.settings import KEYS, VALUES
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 HEADERS = (
@@ -67,26 +64,6 @@ def record(result: Quality) -> dict[str, Any]:
     return {"kv": result.setting.kv} | dataclasses.asdict(result.setting) | dataclasses.asdict(result)
 
 
-def append_records(
-    results: Sequence[Quality],
-    path: Path,
-    longer: Sequence[Any] = (),
-    took: dict[str, float] | None = None,
-    device: torch.device | str | None = None,
-) -> None:
-    """Append one JSON object a result to a file, with where and how it was made, and with its long context if there is one.
-
-    took: seconds of the whole command, for its records to tell; device: where the model ran, None: the GPU if there is one.
-    """
-    from halfbyte.device import describe
-    from halfbyte.evals.environment import environment
-
-    made_on = describe(device)
-    where = dataclasses.asdict(environment(made_on, made_on.threads))
-    for one in records(results, longer):
-        append_line(path, json.dumps(one | ({} if took is None else {"command": took}) | {"environment": where}))
-
-
 def records(results: Sequence[Quality], longer: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """`record` of each result, with its long context (`halfbyte_lab.evals.long_context`) if there is one."""
     extras = {one.formats: {"long_context": dataclasses.asdict(one)} for one in longer}
@@ -113,8 +90,11 @@ def chosen(results: Sequence[Quality]) -> dict[str, Quality]:
 
 def verdict(results: Sequence[Quality]) -> str:
     """One sentence for each card: size, perplexity, and whether that is safe, which few tokens may leave open."""
-    cards = chosen(results).items()
-    return " ".join(f"{name}: {ratio(r, results[0]):.2f}x smaller, perplexity {_change(r)}, {_safe_words(r)}." for name, r in cards)
+    return " ".join(
+        f"{name}: {ratio(r, results[0]):.2f}x smaller, perplexity {_change(r)}, {safety(r)} "
+        f"(KL {r.kl_mean:.1e} \u00b1 {r.kl_noise:.0e} nats)."
+        for name, r in chosen(results).items()
+    )
 
 
 def ratio(result: Quality, base: Quality) -> float:
@@ -128,10 +108,6 @@ def _change(result: Quality) -> str:
     if abs(result.change) <= result.noise:
         return f"unchanged within the noise of {result.noise:.2f} %"
     return f"{result.change:+.2f} % (noise {result.noise:.2f} %)"
-
-
-def _safe_words(result: Quality) -> str:
-    return f"{safety(result)} (KL {result.kl_mean:.1e} \u00b1 {result.kl_noise:.0e} nats)"
 
 
 def safety(result: Quality) -> str:

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from halfbyte.device import Device
-from halfbyte.evals.environment import Environment
 from halfbyte.ops.all_reduce import AllReduce, of_all
 from halfbyte_lab.cases.rank import LLAMA_2_70B, NOT_HELD, PLAIN, Entry, Made, Model, Rank, Step, StepCase, entries, first_of_ranks
 from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.caches import Promise, Rotation, held_by, sequences
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.records import Record, with_timing
 from halfbyte_lab.measure.session import Job, Options, Session, reason
 from halfbyte_lab.measure.timing import MANY_GRAPHS, NOT_CAPTURED, Sampler, Work, make_sampler, summary

@@ -11,18 +11,19 @@ import math
 import shlex
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from halfbyte import settings
+from halfbyte.checkpoints.adapters import make_adapter
 from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe
-from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.evals.choices import caches
 from halfbyte.formats import plain_format
 from halfbyte.memory import (
     CacheSizes,
     Stored,
-    expected_weights,
     load_config,
     meta_model,
     notes,
@@ -168,6 +169,17 @@ def advise(
         remarks = (*remarks, f"the evidence card was measured in {card.dtype}, not in {dtype}")
     facts = (method is not None, measured_model, choices, best, reason, remarks, dtype, hasattr(config, SAVED), is_own)
     return Advice(model, gpu_name, sheet, batch, sizes.context, *facts)
+
+
+def expected_weights(config: Any) -> str | None:
+    """The weight format that files of another library load as, if their configuration says so."""
+    section = getattr(config, "quantization_config", None)
+    if not isinstance(section, dict) or "quant_method" not in section:
+        return None
+    with suppress(CheckpointError, Unsupported):
+        fmt = make_adapter(section).expected()
+        return None if fmt is None else fmt.name
+    return None
 
 
 def recommend(choices: Sequence[Choice], default: str = settings.WEIGHTS) -> tuple[Choice | None, str]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from halfbyte.device import describe
 from halfbyte.evals.choices import SAFE, is_safe
 from halfbyte.evals.legend import format_rows
-from halfbyte.evals.present import HEADERS, chosen, kind, ratio, row, safety, verdict
+from halfbyte.evals.present import HEADERS, chosen, kind, ratio, records, row, safety, verdict
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
+from halfbyte.paths import append_line
 from halfbyte.settings import KEYS, VALUES
 from halfbyte_lab.evals.calibrate import Calibrated
 from halfbyte_lab.evals.long_context import LONG_HEADERS, LongContext, long_rows
 from halfbyte_lab.measure.charts import Point, divergence, lines
+from halfbyte_lab.measure.environment import environment
 from halfbyte_lab.report import Cell, Report
 
 #: How to read KL divergence.
@@ -254,3 +260,20 @@ def _texts() -> list[tuple[str, str, str]]:
         (name, use, f"{codes}, {'no scale' if scale == '-' else f'one scale for each {scale}'}, {bits} bits")
         for name, use, codes, scale, bits in format_rows()
     ]
+
+
+def append_records(
+    results: Sequence[Quality],
+    path: Path,
+    longer: Sequence[LongContext] = (),
+    took: dict[str, float] | None = None,
+    device: torch.device | str | None = None,
+) -> None:
+    """Append one JSON object a result to a file, with where and how it was made, and with its long context if there is one.
+
+    took: seconds of the whole command, for its records to tell; device: where the model ran, None: the GPU if there is one.
+    """
+    made_on = describe(device)
+    where = dataclasses.asdict(environment(made_on, made_on.threads))
+    for one in records(results, longer):
+        append_line(path, json.dumps(one | ({} if took is None else {"command": took}) | {"environment": where}))

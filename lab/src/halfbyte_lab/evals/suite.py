@@ -18,7 +18,6 @@ from halfbyte.cli.shared import check_writable, console, print_table, words
 from halfbyte.device import describe
 from halfbyte.errors import check, require
 from halfbyte.evals.choices import caches, limit
-from halfbyte.evals.environment import environment
 from halfbyte.evals.model import load
 from halfbyte.evals.own_attention import agreement
 from halfbyte.evals.quality import Quality, Setting, run_evaluation, with_weights
@@ -32,6 +31,7 @@ from halfbyte.settings import CLIP
 from halfbyte.settings import WEIGHTS as WEIGHTS_BY_DEFAULT
 from halfbyte_lab.evals.card import FIGURES, KIND, VERSION, WEIGHTS, Card, first_fitting, fits, sizes_of
 from halfbyte_lab.evals.long_context import LongContext, Tasks, run_long_context
+from halfbyte_lab.measure.environment import environment
 
 #: Windows and tokens of the long contexts where no option says otherwise.
 DEFAULT_WINDOWS, DEFAULT_LONG = 8, 1024

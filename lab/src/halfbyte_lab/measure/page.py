@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.evals.environment import Environment
 from halfbyte_lab.measure import charts, compare, tables
 from halfbyte_lab.measure.compare import Change
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.figures import name_of
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.report_sections import SectionOf, by_operation, by_section

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import HalfbyteError, InvalidArgument
-from halfbyte.evals.environment import Environment
 from halfbyte.paths import append_line
 from halfbyte_lab.measure.checks import Accuracy
+from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.timing import Timing
 
 

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from halfbyte.device import Device, describe
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals.environment import environment
 from halfbyte.terminal import progress, show_table
 from halfbyte_lab.measure import cupti, records
 from halfbyte_lab.measure.checks import Accuracy
+from halfbyte_lab.measure.environment import environment
 from halfbyte_lab.measure.records import Record, with_accuracy, with_timing
 from halfbyte_lab.measure.roofline import Roofline
 from halfbyte_lab.measure.tables import Table, is_noisy
