@@ -13,8 +13,7 @@ import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
 from halfbyte.hf import graph_generate
 from halfbyte.hf.default_cache import CacheSettings
-from halfbyte.hf.recorded_prompt import MOST_PROMPT, prompt_bucket
-from halfbyte.hf.recorded_step import MOST_PROMPTS, kept_steps
+from halfbyte.hf.recorded_step import MOST_PROMPT, MOST_PROMPTS, kept_steps, prompt_bucket
 
 OPTIONS = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 12}
 
@@ -88,7 +87,7 @@ def test_what_is_not_recorded(packed, prompt, monkeypatch):
         model.generate(prompt(1), **OPTIONS, **options)
         assert not recorded_prompts(model)
     model = packed()
-    monkeypatch.setattr("halfbyte.hf.recorded_prompt.MOST_PROMPT", 40)
+    monkeypatch.setattr("halfbyte.hf.recorded_step.MOST_PROMPT", 40)
     model.generate(prompt(2, 21), **OPTIONS)
     assert not recorded_prompts(model)
 

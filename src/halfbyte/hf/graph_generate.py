@@ -30,8 +30,17 @@ from halfbyte.hf.attention import CACHE, check_one_text
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
-from halfbyte.hf.recorded_prompt import PromptForward, padded_prompt, records_prompts, starts_of_prompt
-from halfbyte.hf.recorded_step import MOST_DRAFTS, Forward, LookupForward, keep_step, take_step
+from halfbyte.hf.recorded_step import (
+    MOST_DRAFTS,
+    Forward,
+    LookupForward,
+    PromptForward,
+    keep_step,
+    padded_prompt,
+    records_prompts,
+    starts_of_prompt,
+    take_step,
+)
 from halfbyte.hf.rehearsal import Prompts, compile_ahead
 from halfbyte.hf.survey import Survey, survey
 from halfbyte.hf.weights import ranks_of

@@ -2,17 +2,19 @@
 
 A `Step` is static memory (a cache, the tokens of a call, the inputs of a forward) and the graphs recorded over it: forwards, by the
 structure of their inputs, and the choices of a token that read their logits. Graphs read lengths on the device, so a step serves
-every call of its batch size that fits into its cache. So are prompts (`recorded_prompt.py`).
+every call of its batch size that fits into its cache.
+
+Launching a short prompt takes the host longer than it takes the GPU. So a prompt is padded on the right to a bucket of tokens, and
+recorded when its bucket comes for the second time. Padding is computed and not stored; no token of the prompt sees it.
 
 Prompt lookup (`generate(..., prompt_lookup_num_tokens=n)`) is a step, too:
 
     tokens -> drafts -> [newest token, drafts] -> model.forward -> logits -> tokens that the model itself would have chosen
 
 The tokens that followed an earlier occurrence of the newest tokens are drafts of what follows now (prompt lookup decoding, Saxena
-2023). One forward verifies all drafts, for each sequence separately, and a draft is accepted if the model chooses the same token.
-The tokens are those of single steps, up to rounding that depends on M of a GEMM. The cache stores all drafts and drops rejected
-ones by its lengths alone, which are set before the next forward. So no draft may finish a block of per-channel keys: such a block
-is quantized at once, and cannot be undone.
+2023). One forward verifies all drafts, for each sequence separately. The tokens are those of single steps, up to rounding that
+depends on M of a GEMM. The cache drops rejected drafts by its lengths alone, which are set before the next forward. So no draft may
+finish a block of per-channel keys: such a block is quantized at once, and cannot be undone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from halfbyte.errors import warn_once
 from halfbyte.hf.attention import CACHE, DECODE_QUERIES
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.cache_layers import Chunk
+from halfbyte.hf.masks import starts_of
 from halfbyte.hf.model_support import BUCKET
 
 Result = TypeVar("Result")
@@ -38,6 +41,10 @@ _BUDGET = 2**30
 #: Drafts of one step: with the newest token they are the queries that attention answers in one pass.
 MOST_DRAFTS = DECODE_QUERIES - 1
 _ADVANCING = ("position_ids", "cache_position")
+#: Tokens of a recorded prompt at most: more keep a GPU busy longer than the host takes to launch them.
+MOST_PROMPT = 2048
+#: Inputs of a recorded prompt that have a column for each token.
+_BY_TOKEN = {"input_ids", "attention_mask", "position_ids"}
 #: Model -> its steps by what they depend on, those used last at the end. A step in use is not among them.
 _kept: WeakKeyDictionary[Any, dict[Hashable, Step]] = WeakKeyDictionary()
 
@@ -216,6 +223,70 @@ def drafted(ids: torch.Tensor, lengths: torch.Tensor, count: int, ngram: int) ->
     return ids.gather(1, (start + ahead).clamp_max(ids.shape[1] - 1)), best >= 0
 
 
+class PromptForward(Forward):
+    """The forward of a whole prompt over static inputs, as `padded_prompt` makes them."""
+
+    def __init__(self, kind: Hashable, inputs: dict[str, Any], recorded: Recorded, tokens: Tokens) -> None:
+        super().__init__(kind, inputs, recorded, tokens)
+        self.inputs = inputs
+        self.cache: PackedCache = inputs[CACHE]
+        self.chunk = Chunk(None, torch.zeros(len(tokens.ids), dtype=torch.int32, device=tokens.ids.device))
+
+    def _run(self, forward: Callable[..., Any]) -> Any:
+        """The model's output object, with logits [B, 1, V] behind the last token of the prompt."""
+        self.chunk.counts.copy_(self.inputs["logits_to_keep"] + 1)
+        self.cache.expect_chunk(self.chunk)
+        try:
+            return forward(**self.inputs, return_dict=True)
+        finally:
+            self.cache.expect_chunk(None)
+
+
+def records_prompts(prompts: torch.Tensor) -> bool:
+    """Whether prompts [B, T] there may be recorded: on a GPU, where replaying saves the host's launches."""
+    return prompts.is_cuda
+
+
+def padded_prompt(inputs: dict[str, Any], tokens: int) -> dict[str, Any] | None:
+    """The inputs of a prompt's forward as a `PromptForward` takes them; None where it cannot, or the GPU is slower than the host.
+
+    Padding repeats the last column. A window, a state or a measured scale would see it, and so would what else the inputs hold.
+    """
+    cache, ids = inputs.get(CACHE), inputs.get("input_ids")
+    if not isinstance(cache, PackedCache) or cache.has_states or ids is None or len(ids) * tokens > MOST_PROMPT:
+        return None
+    formats = [fmt for layer in cache.packed for fmt in (layer.key_format, layer.value_format)]
+    if any(fmt.granularity == "tensor" for fmt in formats) or any(layer.sliding is not None for layer in cache.packed):
+        return None
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    if not tensors.keys() <= _BY_TOKEN or any(x.shape[-1] != tokens for x in tensors.values()) or inputs.get("logits_to_keep") != 1:
+        return None
+    if any(tuple(x.shape) != (len(ids), 1, 1, 1) for x in _ready_masks(inputs)):
+        return None
+    more = prompt_bucket(tokens) - tokens
+    padded = {name: torch.cat([x, x[..., -1:].expand(*x.shape[:-1], more)], -1) for name, x in tensors.items()}
+    return {**inputs, **padded, "logits_to_keep": torch.tensor([tokens - 1], device=ids.device)}
+
+
+def _ready_masks(inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """Masks by type of layer, made before the forward: where texts start, unless tokens of an image see each other."""
+    mask = inputs.get("attention_mask")
+    return [x for x in mask.values() if isinstance(x, torch.Tensor)] if isinstance(mask, dict) else []
+
+
+def starts_of_prompt(inputs: dict[str, Any]) -> torch.Tensor | None:
+    """How many columns of each row of a `padded_prompt` are left padding, int32 [B]; None where none are. Waits for a GPU."""
+    mask, ready = inputs.get("attention_mask"), _ready_masks(inputs)
+    starts = starts_of(mask, mask.shape[-1], 0) if isinstance(mask, torch.Tensor) else next(iter(ready), None)
+    return None if starts is None else starts.view(-1)
+
+
+def prompt_bucket(tokens: int) -> int:
+    """Tokens that a prompt is padded to: at least 16, and up to a quarter more than there are."""
+    step = max(16, 1 << max(0, tokens.bit_length() - 3))
+    return -(-tokens // step) * step
+
+
 class Step:
     """A cache, the tokens of a call, and the forwards that read them and those of prompts, the ones used last at the end."""
 
@@ -235,7 +306,7 @@ class Step:
         return self._kept(self.forwards, MOST_FORWARDS, make, kind, inputs, warm_up)
 
     def prompt(self, make: Callable[..., Forward], kind: Hashable, inputs: dict[str, Any], warm_up: int) -> Forward:
-        """The forward of a `recorded_prompt.padded_prompt`."""
+        """The forward of a `padded_prompt`."""
         return self._kept(self.prompts, MOST_PROMPTS, make, kind, inputs, warm_up)
 
     def _kept(
@@ -271,7 +342,8 @@ def take_step(model: Any, addresses: Hashable, cache: PackedCache, prompts: torc
         return step
     del step
     cache.grow(roomy(cache.capacity))
-    _drop_oldest(steps, MOST_STEPS - 1, _budget(prompts.device) - int(cache.bytes_per_token * len(prompts) * cache.capacity))
+    budget = torch.cuda.get_device_properties(prompts.device).total_memory // 4 if prompts.is_cuda else _BUDGET
+    _drop_oldest(steps, MOST_STEPS - 1, budget - int(cache.bytes_per_token * len(prompts) * cache.capacity))
     return Step(key, cache, prompts, columns)
 
 
@@ -307,8 +379,8 @@ def roomy(capacity: int) -> int:
 def _key(addresses: Hashable, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ...]:
     """What a step depends on: batch size, the cache's layout, the mode of its memory, and, last, where the weights lie.
 
-    The batch size is exact: another one may have other plans, and with them other rounding. The ids are of objects that the cache
-    of a step holds. What was made in `torch.inference_mode` is read-only outside of it, states of transformers included.
+    The batch size is exact: another one may have other plans, and with them other rounding. Memory that was made in
+    `torch.inference_mode` is read-only outside of it.
     """
     layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens, id(layer.calibrated)) for layer in cache.packed)
     return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), addresses
@@ -319,10 +391,6 @@ def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
     return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
-
-
-def _budget(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else _BUDGET
 
 
 def _drop_oldest(held: dict[Hashable, Any], most: int, budget: int | None = None) -> None:
