@@ -254,11 +254,11 @@ def _seen(key: Handle, queries: int, mask: torch.Tensor | None, window: int | No
     count = key.new.shape[2]
     if torch.compiler.is_compiling() or queries == count or _is_step(key.layer, count):
         return None
-    held = cast(KVCache, key.layer.kv).lengths[:1, None, None, None]
-    token = torch.arange(int(held), device=held.device)
+    length = cast(KVCache, key.layer.kv).lengths[:1, None, None, None]
+    token = torch.arange(int(length), device=length.device)
     query = token[-queries:, None]
-    seen = ((token <= query) & (token > query - (window or len(token))))[None, None]
-    return seen if mask is None else seen & (token >= mask)
+    visible = ((token <= query) & (token > query - (window or len(token))))[None, None]
+    return visible if mask is None else visible & (token >= mask)
 
 
 def _in_full(key: Handle, value: Handle) -> tuple[torch.Tensor, torch.Tensor]:

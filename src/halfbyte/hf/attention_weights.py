@@ -176,8 +176,8 @@ def layers_to_rotate(decoder: Decoder) -> list[tuple[nn.Linear, nn.Linear]]:
         )
     layers = zip(decoder.blocks, decoder.kv_heads, strict=True)
     pairs = [
-        _projections(block, f"rotate_values=True: layer {number}", (shared * dim, heads * dim, heads * key_dim))
-        for number, (block, shared) in enumerate(layers)
+        _projections(block, f"rotate_values=True: layer {number}", (kv_heads * dim, heads * dim, heads * key_dim))
+        for number, (block, kv_heads) in enumerate(layers)
     ]
     weights = {linear.weight.data_ptr() for pair in pairs for linear in pair}
     if not pairs or len(weights) < 2 * len(pairs):

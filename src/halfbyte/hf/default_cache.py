@@ -122,8 +122,8 @@ class Generate(Replaced):
         own = type(self.model).generate
         if recorded and own is not GenerationMixin.generate:
             warn_once(f"generate() of {type(self.model).__name__} is a loop of its own, whose steps are not recorded")
-        emptied = all(t.is_meta for t in self.model.parameters()) and not hasattr(self.model, "hf_device_map")  # else offloaded
-        check(not emptied, "this model is on the meta device, where weights have no numbers; load it again to generate")
+        on_meta = all(t.is_meta for t in self.model.parameters()) and not hasattr(self.model, "hf_device_map")  # else offloaded
+        check(not on_meta, "this model is on the meta device, where weights have no numbers; load it again to generate")
         with ExitStack() as uses:
             if not recorded or own is not GenerationMixin.generate or kwargs.get("custom_generate") is not None:
                 return own(self.view(False, uses), *args, **kwargs)

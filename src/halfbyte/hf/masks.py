@@ -50,12 +50,12 @@ def mask(
     starts = None if attention_mask is None else starts_of(attention_mask, q_length, q_offset)
     if q_length == 1 or not parts & _BLOCKS:
         return starts
-    held = int(q_offset)
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": held + q_length, "q_offset": held}
+    past = int(q_offset)
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": past + q_length, "q_offset": past}
     options = {**kwargs, "allow_is_causal_skip": False, "allow_torch_fix": False}
-    seen = sdpa_mask(**sizes, attention_mask=attention_mask, use_vmap=use_vmap, **options)
-    is_causal = not bool(seen[..., held:].triu(1).any())
-    return starts if is_causal else seen | ~seen.any(-1, keepdim=True)  # padding sees nothing, and must stay finite
+    visible = sdpa_mask(**sizes, attention_mask=attention_mask, use_vmap=use_vmap, **options)
+    is_causal = not bool(visible[..., past:].triu(1).any())
+    return starts if is_causal else visible | ~visible.any(-1, keepdim=True)  # padding sees nothing, and must stay finite
 
 
 def _parts(function: Callable[..., Any] | None) -> Iterator[Any]:

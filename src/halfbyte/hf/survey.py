@@ -32,17 +32,17 @@ class Survey(NamedTuple):
 def survey(model: nn.Module) -> Survey:
     """Look at every module of a model once."""
     addresses: list[Hashable] = []
-    adapters, rotations, devices, watched = [], [], set(), False
+    adapters, rotations, devices, any_hooks = [], [], set(), False
     for module in modules_of(model):
         own = vars(module)
-        watched = watched or has_hooks(module)
+        any_hooks = any_hooks or has_hooks(module)
         adapters += [str(own[name]) for name in _OF_ADAPTERS if name in own]
         rotations += [own["rope_type"]] if "rope_type" in own else []
         for t in (*own["_parameters"].values(), *own["_buffers"].values()):
             if t is not None:
                 addresses.append(local_shard(t).data_ptr())
                 devices.add(t.device)
-    return Survey((*addresses, *adapters), devices, watched, any(map(depends_on_length, rotations)))
+    return Survey((*addresses, *adapters), devices, any_hooks, any(map(depends_on_length, rotations)))
 
 
 def rotations_by_length(model: nn.Module) -> list[nn.Module]:
@@ -57,12 +57,12 @@ def depends_on_length(rope_type: object) -> bool:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The modules of a model, each once."""
-    known, stack = {id(model): model}, [model]
+    modules, stack = {id(model): model}, [model]
     while stack:
-        children = [m for m in vars(stack.pop())["_modules"].values() if m is not None and id(m) not in known]
-        known.update((id(m), m) for m in children)
+        children = [m for m in vars(stack.pop())["_modules"].values() if m is not None and id(m) not in modules]
+        modules.update((id(m), m) for m in children)
         stack.extend(children)
-    return list(known.values())
+    return list(modules.values())
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
