@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.kernels.dequantize import launch
 from halfbyte.ops import _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
-from halfbyte.ops.dequantize import DEQUANTIZE, DequantizeCall, dequantize_rows
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.baselines.dequantize import dequantize_rows
 
 #: numpy warns of what a GPU computes silently, and as meant: numbers beyond fp32 become infinite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -36,7 +36,7 @@ def written(weights: list[QuantTensor], first: int, rows: int, dtype: torch.dtyp
     """What the kernel writes; what lies around it must stay."""
     width = weights[0].shape[1]
     buffer = torch.full((rows + 2, width + 3), 7.0, dtype=dtype)
-    dequantize_rows(weights, buffer[1 : rows + 1, :width], first, impl="triton")
+    launch(weights, buffer[1 : rows + 1, :width], first)
     assert bool((buffer[0] == 7).all() and (buffer[-1] == 7).all() and (buffer[:, width:] == 7).all())
     return buffer[1 : rows + 1, :width]
 
@@ -109,37 +109,7 @@ def test_gemms_over_slabs_of_weights_below_each_other(rows: int, monkeypatch: py
         assert bool(((out.double() - ref).abs() <= 2**-8 * ref.abs() + 2**-16 * most).all())
 
 
-def test_the_registered_op() -> None:
-    w, out = weight("nvfp4", 6, 64), torch.zeros(6, 64).half()
-    for level in ("triton", "reference"):
-        torch.library.opcheck(torch.ops.halfbyte.dequantize_rows.default, DEQUANTIZE.flat(DequantizeCall(out, [w], 0, level)))
-
-
-def test_what_is_refused() -> None:
-    w, out = weight("nf4", 8, 128), torch.zeros(8, 128).bfloat16()
-    for weights, to, first, named in (
-        ([], out, 0, "weights must be one to 3"),
-        ([w] * 4, out, 0, "weights must be one to 3"),
-        ([w, weight("nf4", 8, 64)], out, 0, r"weights: \[8, 64\]"),
-        ([w], out.float(), 0, "out is torch.float32"),
-        ([w], out[:, :64], 0, "dense rows of 128"),
-        ([w], out.T.contiguous().T, 0, "dense rows of 128"),
-        ([w], out, 1, "first=1 and 8 rows"),
-        ([w], out, -1, "first=-1"),
-    ):
-        with pytest.raises(InvalidArgument, match=named):
-            dequantize_rows(weights, to, first)
-    with pytest.raises(InvalidArgument, match="impl='gluon' does not exist"):
-        dequantize_rows([w], out, impl="gluon")
-
-
-def test_without_a_gpu_the_reference_runs() -> None:
-    w, out = weight("nf4", 8, 128), torch.zeros(8, 128).bfloat16()
-    dequantize_rows([w], out)
-    assert torch.equal(out, hb.dequantize(w, torch.bfloat16))
-
-
-def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(Unsupported, match="impl='triton' of dequantize runs on an NVIDIA GPU"):
-        dequantize_rows([weight("nf4", 8, 128)], torch.zeros(8, 128).bfloat16(), impl="triton")
+def test_without_a_gpu_torch_dequantizes() -> None:
+    w, out = weight("nf4", 8, 128), torch.zeros(6, 128).bfloat16()
+    dequantize_rows([w], out, 1)
+    assert torch.equal(out, hb.dequantize(w, torch.bfloat16)[1:7])

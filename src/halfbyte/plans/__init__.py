@@ -21,7 +21,6 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "linear": ("gluon", "triton", "cpu", "reference"),
     "qkv_projection": ("gluon", "triton", "cpu", "reference"),
     "experts_linear": ("gluon", "triton", "cpu", "reference"),
-    "dequantize": ("triton", "reference"),
     "add_norm": ("triton", "reference"),
     "norm_rows": ("triton", "reference"),
     "gated": ("triton", "reference"),

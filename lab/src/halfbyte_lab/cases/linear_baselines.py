@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from halfbyte.ops.dequantize import dequantize_rows
 from halfbyte.packing import unpack_codes
 from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.baselines.dequantize import dequantize_rows
 from halfbyte_lab.cases.linear_targets import INT4, PUBLISHED
 from halfbyte_lab.cases.literature import code_of
 from halfbyte_lab.measure.checks import Accuracy

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 import halfbyte
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
-from halfbyte.ops.dequantize import dequantize_rows
 from halfbyte.paths import shipped_model
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.baselines.dequantize import dequantize_rows
 from halfbyte_lab.extract import Projections
 from halfbyte_lab.measure.checks import Accuracy, timed_attention_accuracy
 
