@@ -19,6 +19,7 @@ from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, 
 from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
+from halfbyte.hf.chunked_attention import layer_reach
 from halfbyte.hf.latent_layer import LatentLayer
 from halfbyte.hf.latents import check_no_latents, is_latent
 from halfbyte.hf.model_support import (
@@ -32,7 +33,6 @@ from halfbyte.hf.model_support import (
     layer_rotations,
     layer_scales,
     layer_types,
-    layer_window,
     layer_windows,
     model_sizes,
     text_config,
@@ -104,7 +104,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         rotations = layer_rotations(config, rotate_keys, [k for k, _ in formats])
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
-        sliding = [layer_window(config, layer) for layer in range(len(formats))]
+        sliding = [layer_reach(config, layer) for layer in range(len(formats))]
         scales, transforms = layer_scales(config, formats), layer_transforms(model_or_config, calibration, len(formats))
         layers = zip(layer_types(config), formats, rotations, windows, sliding, scales, transforms, strict=True)
         dims = all_head_dims(config)
