@@ -191,7 +191,7 @@ def attention(
             layer.calls.append(Attended(module, query, key.new, value.new, call))
     if torch.compiler.is_compiling() and query.shape[2] <= layer.longest_step:
         decode = partial(decode_of_parts, query, layer.parts)
-        return _by_token(step(decode, query.shape[2], layer.parts["lengths"], None, options, size), layer), None
+        return _by_token(step(decode, layer, query.shape[2], options, size), layer), None
     kv, before = cast(KVCache, layer.kv), key.before
     held = getattr(kv, "window", None)
     if held is not None and (window is None or window > held):
@@ -216,7 +216,7 @@ def attention(
         def decode(options: dict[str, Any]) -> torch.Tensor:
             return cast(torch.Tensor, decode_attention(q, kv, query_start=start, latent=heads is not None, **options))
 
-        out = step(decode, q.shape[2], kv.lengths, start, options, size)
+        out = step(decode, layer, q.shape[2], options, size)
         return out if heads is None else heads.expanded(out)
 
     if torch.compiler.is_compiling() or layer.drafts is None:

@@ -28,22 +28,22 @@ def layer_reach(config: Any, layer: int) -> int | None:
 
 
 def step(
-    decode: Callable[[dict[str, Any]], torch.Tensor],
-    queries: int,
-    lengths: torch.Tensor,
-    first: torch.Tensor | None,
-    options: dict[str, Any],
-    size: int | None,
+    decode: Callable[[dict[str, Any]], torch.Tensor], layer: Any, queries: int, options: dict[str, Any], size: int | None
 ) -> torch.Tensor:
-    """Attention of so many queries over what the cache holds, [B, Hq, L, D], by decode(options); size: None without chunks.
+    """Attention of so many queries over what a layer holds, [B, Hq, L, D], by decode(options); size: None without chunks.
 
-    first: the position of the first query, int32 [B]; None: they are the newest of `lengths` tokens. A pass is right for queries of
-    one chunk; a step of one token needs one.
+    A pass is right for queries of one chunk, and a step of one token needs one. Where its chunk starts is computed by the first
+    layer of a cache (`leader`), for all.
     """
     if size is None:
         return decode(options)
-    first, starts = lengths - queries if first is None else first, options["starts"]
+    lengths, starts, is_compiling = layer.parts["lengths"], options["starts"], torch.compiler.is_compiling()
+    if queries == 1 and layer.leader is not None and not is_compiling and layer.drafts is None:
+        return decode({**options, "starts": layer.leader.chunk_start.to(lengths.device)})
+    first = lengths - queries if layer.chunk is None else layer.chunk.held
     start = first // size * size if starts is None else starts + (first - starts) // size * size
+    if not is_compiling:
+        layer.chunk_start = start
     out = decode({**options, "starts": start})
     for number in range(1, (queries - 2 + size) // size + 1):
         later = start + number * size
