@@ -12,7 +12,7 @@ import torch
 from halfbyte import KV_FORMATS, WEIGHT_FORMATS, KVCache, PagedKVCache, QuantTensor, decode_attention, linear, qkv_projection
 from halfbyte.arguments import Mark
 from halfbyte.formats import Format
-from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, HeadNorms, KVBuffer, Rope, new_kv_buffer
+from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, HeadNorms, KVBuffer, PagedView, Rope, new_kv_buffer
 from halfbyte.ops import declare
 from halfbyte.ops._decode_on_gpu import DECODE
 from halfbyte.ops._linear_call import LINEAR as LINEAR_OP
@@ -20,6 +20,9 @@ from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.append import APPEND as APPEND_OP
 from halfbyte.ops.append_slots import append_slots
 from halfbyte.ops.launch_cache import Signature
+from halfbyte.ops.linear import projections_of_parts
+from halfbyte.ops.unpack_pages import UNPACK as UNPACK_OP
+from halfbyte.ops.unpack_pages import unpack_pages
 from halfbyte.tensors import KeyTransform, expected_parts
 from pretended_gpu import cuda_tensors
 
@@ -480,3 +483,35 @@ PROJECTIONS = replace(
 )
 
 OPS = {"attention": ATTENTION, "append": APPEND, "append_slots": APPEND_SLOTS, "linear": LINEAR, "projections": PROJECTIONS}
+
+#: Without a public op of torch.library.
+UNPACK = replace(
+    APPEND_SLOTS,
+    op=UNPACK_OP,
+    run=lambda **given: unpack_pages(**given) or (),
+    plain=lambda: {
+        "cache": PagedView(buffer("int8"), buffer("int4_g32"), ints(2), ints(2, 4), False),
+        "cu_seqlens_k": ints(3),
+        "keys": bf16(40, 2, 64),
+        "values": bf16(40, 2, 64),
+    },
+    options={"plain": dict, "all": lambda: {"new": (bf16(5, 2, 64), bf16(5, 2, 64), ints(3))}},
+    aliased={"values for keys": lambda: dict.fromkeys(("keys", "values"), bf16(40, 2, 64))},
+    results=lambda given: [],
+    first="keys",
+)
+
+
+def in_compiled_code(op: Suite) -> Suite:
+    """`linear` or `projections`, as compiled code calls it."""
+
+    def run(x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+        return projections_of_parts(x, [[*w.parts().values()] for w in weights], biases, [w.format.name for w in weights])
+
+    def run_plain(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+        return run(x, [weight], [bias])
+
+    def run_three(x: torch.Tensor, weights: Sequence[QuantTensor], biases: Any = (None, None, None)) -> Sequence[torch.Tensor]:
+        return run(x, weights, biases)
+
+    return replace(op, run=run_plain if op is LINEAR else run_three)

@@ -17,6 +17,7 @@ from halfbyte.ops import _decode_on_gpu, _fused, _library, _linear_on_gpu, launc
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
+from halfbyte.ops import unpack_pages as unpack_op
 from halfbyte.plans import plan as level_plan
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_problem import GemmProblem
@@ -118,7 +119,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
     monkeypatch.setattr(attention_op, "level_of", lambda impl, q: impl)
     monkeypatch.setattr(linear_op, "kernel_level", lambda op, impl, x: impl)
-    monkeypatch.setattr(append_op, "level", lambda op, impl, device: "triton")
+    for op in (append_op, unpack_op):
+        monkeypatch.setattr(op, "level", lambda op, impl, device: "triton")
     monkeypatch.setattr(_library, "_supports_pdl", lambda device: True)
     monkeypatch.setattr(KVCache, "_capturing", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)

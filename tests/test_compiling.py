@@ -436,6 +436,35 @@ def test_compilers_are_ended_by_an_error_where_kernels_are_collected(monkeypatch
     assert type(add).run is run
 
 
+def test_blocks_that_do_not_wait_share_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has one for each shape of its linear layers; the next block that waits, waits for all of them."""
+    started: list[Any] = []
+
+    class Compilers:
+        def __init__(self) -> None:
+            self.messages: list[parallel.Message] = []
+            self.counts: list[int] = []
+            self.send, self.wait, self.close = self.messages.append, self.counts.append, lambda: None
+            started.append(self)
+
+    monkeypatch.setattr(parallel, "Compilers", Compilers)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setattr(parallel, "folder", lambda: Path("/nowhere"))
+    some = slow_variants(5)
+    for variants in (some[:2], some[1:4], some[4:]):
+        with parallel.compile_only(wait=False) as ahead:
+            for c in variants:
+                ahead.add(c)
+    with parallel.compile_only(wait=True):
+        pass
+    (compilers,) = started
+    assert [(len(m.jobs), m.is_last) for m in compilers.messages] == [(2, False), (2, False), (1, False), (0, True)]
+    assert compilers.counts == [1, 2, 3, 4, 5, 6]
+    assert not parallel._open
+    assert not parallel._begun
+
+
 @pytest.mark.slow
 def test_a_stamp_says_that_all_were_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even in two parts; the first of them can be waited for alone. A fork of this process that ends leaves the compilers alone."""

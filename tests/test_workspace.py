@@ -118,3 +118,36 @@ def test_the_reserve_grows_with_the_largest_call(monkeypatch: pytest.MonkeyPatch
         assert reserve is not None
         sizes.append(reserve.numel())
     assert sizes == [1 << 20, 192 << 13, 1 << 24]
+
+
+def test_graphs_of_an_engine_share_the_counters_of_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else dozens of graphs would use up the reserve: their calls would take slower plans, and clear counters of their own."""
+    device, recording, stream = torch.device("cuda", 0), False, 7
+    reserve, own = torch.zeros(100, dtype=torch.int32), torch.zeros
+    for name in ("_floats", "_counters"):
+        monkeypatch.setattr(workspace, name, {})
+    monkeypatch.setattr(workspace, "_in_turn", set())
+    monkeypatch.setattr(workspace, "_used_up", [])
+    monkeypatch.setattr(workspace, "_reserves", {device: (reserve, 0)})
+    monkeypatch.setattr(workspace, "stream_of", lambda _: stream)
+    monkeypatch.setattr(workspace, "prepare", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: own(size, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: own(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    workspace.replay_in_turn(device)
+    assert workspace.at_hand(device, 5000, own=True)
+    small = workspace.counters(device, 10, own=True)
+    assert workspace.floats(device, 10, own=True) is workspace.floats(device, 10)
+    large = workspace.counters(device, 5000, own=True)
+    assert large is not small
+    assert workspace._used_up[0] is small  # a graph may have it
+    recording = True
+    assert workspace.at_hand(device, 5000, own=True)
+    assert not workspace.at_hand(device, 5001, own=True)
+    for size in (5000, 10, 5000):
+        assert workspace.counters(device, size, own=True) is large
+    stream = 8  # runs beside the other, within one graph
+    parts = [workspace.counters(device, 96) for _ in range(2)]
+    assert parts[0] is parts[1]
+    assert parts[0].data_ptr() == reserve.data_ptr()
+    assert not workspace.at_hand(device, 97)

@@ -6,7 +6,7 @@ import torch
 
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.compiling import Configuration, empty, kv_buffer, recorded
-from halfbyte.kernels.decode.unpack import launch
+from halfbyte.kernels.decode.unpack import launches
 from halfbyte.kv_buffer import PagedView
 
 #: (keys, values, D, whether keys are rotated, whether the newest tokens come unquantized). Every other format is added with itself.
@@ -37,4 +37,4 @@ def _configuration(keys: str, values: str, dim: int, rotated: bool, new: bool) -
     own = (rows, rows, empty(17)) if new else None
     name = f"unpack-{keys}-{values}-D{dim}{'-rotated' * rotated}{'-new' * new}"
     view = PagedView(*sides, empty(16), empty(16, 256), rotated)
-    return recorded(name, lambda: launch(view, empty(17), rows, rows, own))
+    return recorded(name, lambda: launches(view, empty(17), rows, rows, own)[0]())

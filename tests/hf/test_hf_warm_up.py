@@ -66,6 +66,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         monkeypatch.setattr(parallel, "cores", lambda: 1)
         monkeypatch.setattr(parallel, "_begun", [])
+        monkeypatch.setattr(parallel, "_open", [])
         monkeypatch.setattr(rehearsal, "_why_not", lambda model, seen: "")
         monkeypatch.setattr(rehearsal, "cores", lambda: 8)
         monkeypatch.setattr(rehearsal, "stamp_of", lambda *facts: tmp_path / "all")
@@ -106,7 +107,7 @@ def test_a_conversation_compiles_nothing(case: str, pretend: Any) -> None:
             chat(model)
     assert later.jobs
     assert variants(later).keys() <= known.keys()
-    assert parallel._begun == [ahead, later]  # and no call began another
+    assert (parallel._begun, parallel._open) == ([ahead], [later])  # and no call began another
 
 
 @pytest.mark.slow

@@ -129,11 +129,12 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("new", [False, True])
 def test_the_kernel_passes_the_small_case_that_it_checks_itself_on(new: bool) -> None:
-    view = batch_of(MIXED).view
+    batch, rows = batch_of(MIXED), torch.empty(0, 2, 64, dtype=torch.bfloat16)
+    call = op.UnpackCall(rows, rows, batch.bounds, batch.view, (batch.k, batch.v, batch.bounds) if new else None)
 
-    def wrong(*args: Any) -> None:
-        op._launch(*args)
-        args[3].mul_(1.1)
+    def wrong(call: Any) -> None:
+        op._launch(call)
+        call.values.mul_(1.1)
 
-    assert unpack_error(view, torch.bfloat16, new, op._launch, op._reference) <= 0.5
-    assert unpack_error(view, torch.bfloat16, new, wrong, op._reference) > 1
+    assert unpack_error(call, op._launch, op._reference) <= 0.5
+    assert unpack_error(call, wrong, op._reference) > 1

@@ -44,6 +44,8 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def exactly(*args: Any, **kwargs: Any) -> Any:
         on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        if not on:
+            return run(*args, **kwargs)
         with ExitStack() as stack:
             for device in on:
                 stack.enter_context(torch.autocast(device, enabled=False))

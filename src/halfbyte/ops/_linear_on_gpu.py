@@ -104,9 +104,9 @@ def _plan(problem: GemmProblem, device: int, use_pdl: bool) -> GemmPlan | str:
 
 
 def rows_of_plans(problem: GemmProblem, most: int, device: torch.device) -> list[int]:
-    """The fewest M from 17 to `most` of each variant for these weights. Below, variants differ by what surrounds the call."""
+    """The fewest M up to `most` of each variant for these weights. `problem` has any M."""
     fewest: dict[object, int] = {}
-    for rows in (17, 33, *range(65, most + 1, 64)):  # no block of batch rows has fewer than 32, or from 65 on 64
+    for rows in (*range(1, 18), 33, *range(65, most + 1, 64)):  # from 17 on blocks have at least 32 batch rows, from 65 on 64
         plan = _plan(problem._replace(rows=rows), device.index, pair_launches())
         variant = plan.spec if isinstance(plan, GemmPlan) else tiles_of(problem._replace(rows=rows), device)
         fewest.setdefault(variant, rows)
@@ -177,7 +177,7 @@ def _run_plan(
 
     others = (*call.biases, *[w.tensor_scale for w in call.weights], *(around or ()))
     types = tuple((t.dtype, t.data_ptr() % 16) for t in others if t is not None)
-    key = None if compiled else (plan, x.device, x.shape[1], tuple(w.shape[0] for w in call.weights), types)
+    key = plan, x.device, x.shape[1], tuple(w.shape[0] for w in call.weights), types
     launch_cache.launch(LINEAR, call, plan, launches, outs, signature=signature, own=compiled, key=key)
 
 

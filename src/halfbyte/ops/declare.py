@@ -28,7 +28,7 @@ from torch.autograd import forward_ad as _forward
 from halfbyte.arguments import Mark, Without
 from halfbyte.formats import Format, kv_format, weight_format
 from halfbyte.ops._library import define
-from halfbyte.ops.launch_cache import PLAIN, Number, Signature
+from halfbyte.ops.launch_cache import PLAIN, Number, Signature, replay
 from halfbyte.settings import as_set
 from halfbyte.tensors import QuantTensor, weight_of
 from halfbyte.transforms import no_memory
@@ -90,6 +90,50 @@ class Argument:
         return f"{self.type.replace('Tensor', f'Tensor({alias}!)') if is_written else self.type} {self.name}"
 
 
+class _Flat(tuple[Any, ...]):
+    """The arguments of an op, as compiled code passes them. Formats are names."""
+
+    replayable = True
+
+
+class Signatures:
+    """Of unchecked calls.
+
+    facts: reads options, formats and tensors of a call; differentiable: tensors that may want a gradient.
+    """
+
+    def __init__(
+        self, name: str, facts: Callable[[Any], tuple[Any, ...]], differentiable: Callable[[Any], tuple[Any, ...]]
+    ) -> None:
+        self._name, self._facts, self._differentiable = name, facts, differentiable
+
+    def of(self, call: Any) -> Signature | None:
+        """The signature; None if the call cannot be launched like an earlier one, or the dispatcher must see it."""
+        if _compiler.is_compiling() or _forward._current_level >= 0:
+            return None
+        try:
+            if not call[0].is_cuda or not call.replayable or (_is_grad_enabled() and self._wants_gradient(call)):
+                return None
+            options, formats, tensors = self._facts(call)
+        except (AttributeError, TypeError):
+            return None  # an argument of another type, which the checks of the op name
+        kinds = tuple(map(type, tensors))
+        if kinds[0] is not _Tensor or not PLAIN.issuperset(kinds):
+            return None
+        try:
+            tensors = [t for t in tensors if t is not None]
+            addresses = [*map(_Tensor.data_ptr, tensors)]
+        except RuntimeError as error:
+            raise no_memory() from error
+        # In C: a loop over tensors would take as long as the launch.
+        memory = *map(_types_and_shapes, tensors), *map(_Tensor.stride, tensors), *map(_Tensor.get_device, tensors)
+        key = (self._name, *as_set(), kinds, *options, *map(id, formats), *memory, *map(_alignment, addresses))
+        return Signature(key, tensors, addresses, formats)
+
+    def _wants_gradient(self, call: Any) -> bool:
+        return any(t is not None and t.requires_grad for t in self._differentiable(call))
+
+
 class Op(Generic[CallT]):
     """An op, called with one object."""
 
@@ -105,17 +149,29 @@ class Op(Generic[CallT]):
         facts = [one for one in arguments if Mark.RESULT not in one.marks]
         self.tensors: Callable[[CallT], tuple[Any, ...]] = self._read(_tensors_of(one) for one in facts)
         readers = (_options_of, _formats_of, _tensors_of)
-        self._facts = self._read(f"({''.join(map(reader, facts))})," for reader in readers)
-        self._differentiable = self._read(_tensors_of(one) for one in facts if Mark.DIFFERENTIABLE in one.marks)
+        differentiable = self._read(_tensors_of(one) for one in facts if Mark.DIFFERENTIABLE in one.marks)
+        self.signature = Signatures(name, self._read(f"({''.join(map(reader, facts))})," for reader in readers), differentiable).of
+        flat = [("Tensor" in one.type, f"*c[{i}]," if "[]" in one.type else f"c[{i}],") for i, one in enumerate(arguments)]
+        options, tensors = ("".join(text for is_tensor, text in flat if is_tensor is wanted) for wanted in (False, True))
+        of_flat = self._read((f"({options}), (), ({tensors}),",))
+        self._signature_of_flat = Signatures(f"{name} of parts", of_flat, lambda c: ()).of
 
-    def register(self, run: Callable[[CallT], Any], fake: Callable[[CallT], Any]) -> None:
+    def register(self, run: Callable[..., Any], fake: Callable[[CallT], Any], replays: bool = False) -> None:
         """Register the op with torch.library, see `_library.define`.
 
-        run: for every device; its annotated result is that of the schema. fake: its shape rule.
+        run: of a call, for every device; its annotated result is that of the schema. fake: its shape rule. replays: calls of
+        compiled code are launched like earlier ones; `run` gets the signature by which to store the launch, too.
         """
+
+        def replayed(*flat: Any) -> Any:
+            signature = self._signature_of_flat(_Flat(flat))
+            results = None if signature is None else replay(signature)
+            return run(self.call(*flat), signature) if results is None else list(results)
+
         arguments = ", ".join(one.schema(f"a{i}") for i, one in enumerate(self.arguments))
         schema = f"{self.name}({arguments}) -> {_results_of(run)}"
-        self._op = define(schema, lambda *flat: run(self.call(*flat)), lambda *flat: fake(self.call(*flat)))
+        runs = replayed if replays else lambda *flat: run(self.call(*flat))
+        self._op = define(schema, runs, lambda *flat: fake(self.call(*flat)))
 
     def __call__(self, call: CallT) -> Any:
         """Through the dispatcher."""
@@ -135,36 +191,10 @@ class Op(Generic[CallT]):
 
     # ----------------------------------------------------------------------------------------------------- launch cache
 
-    def signature(self, call: CallT) -> Signature | None:
-        """The signature of an unchecked call; None if it cannot be launched like an earlier one, or the dispatcher must see it."""
-        if _compiler.is_compiling() or _forward._current_level >= 0:
-            return None
-        try:
-            if not call[0].is_cuda or not call.replayable or (_is_grad_enabled() and self._wants_gradient(call)):
-                return None
-            options, formats, tensors = self._facts(call)
-        except (AttributeError, TypeError):
-            return None  # an argument of another type, which the checks of the op name
-        kinds = tuple(map(type, tensors))
-        if kinds[0] is not _Tensor or not PLAIN.issuperset(kinds):
-            return None
-        try:
-            tensors = [t for t in tensors if t is not None]
-            addresses = [*map(_Tensor.data_ptr, tensors)]
-        except RuntimeError as error:
-            raise no_memory() from error
-        # In C: a loop over tensors would take as long as the launch.
-        memory = *map(_types_and_shapes, tensors), *map(_Tensor.stride, tensors), *map(_Tensor.get_device, tensors)
-        key = (self.name, *as_set(), kinds, *options, *map(id, formats), *memory, *map(_alignment, addresses))
-        return Signature(key, tensors, addresses, formats)
-
     def twin(self, call: CallT) -> CallT:
         """The same call on the meta device, each tensor with a storage of its own, and with a `Number` for each number."""
         values = zip(self.arguments, self.flat(call), strict=True)
         return self.call(*[Number.of(value) if one.is_number else _without_memory(value) for one, value in values])
-
-    def _wants_gradient(self, call: CallT) -> bool:
-        return any(t is not None and t.requires_grad for t in self._differentiable(call))
 
     # ------------------------------------------------------------------------------------------------------- generation
 

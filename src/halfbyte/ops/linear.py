@@ -13,7 +13,7 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level
 from halfbyte.ops._linear_call import LINEAR, LinearCall
-from halfbyte.ops.launch_cache import replay
+from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.reference import linear as reference
 from halfbyte.tensors import QuantTensor
 
@@ -23,9 +23,9 @@ _LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
 _NAMES = ("the first ", "the second ", "the third ")
 
 
-def _run(call: LinearCall) -> list[torch.Tensor]:
+def _run(call: LinearCall, signature: Signature | None = None) -> list[torch.Tensor]:
     if call.impl not in _LEVELS:
-        return gpu.run(call, compiled=True)
+        return gpu.run(call, signature, compiled=True)
     run = _LEVELS[call.impl]
     if call.row_invariant and call.x.numel():
         run = functools.partial(_row_by_row, run)
@@ -43,7 +43,7 @@ def _fake(call: LinearCall) -> list[torch.Tensor]:
     return call.new_results()
 
 
-LINEAR.register(_run, _fake)
+LINEAR.register(_run, _fake, replays=True)
 
 
 def linear(

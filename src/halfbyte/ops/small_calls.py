@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -180,22 +181,20 @@ def small_append(call: AppendCall) -> AppendCall:
     return small._replace(rope=rope, norms=norms, rotated_q=None)
 
 
-def unpack_error(
-    cache: Cache, dtype: torch.dtype, new: bool, run: Callable[..., object], reference: Callable[..., object]
-) -> float:
-    """The same of pages that are dequantized: a full sequence, and some tokens of another. new: the newest come from outside."""
-    device = cache.lengths.device
+def unpack_error(call: Any, run: Callable[[Any], object], reference: Callable[[Any], object]) -> float:
+    """The same of pages that are dequantized: a full sequence, and some tokens of another; the newest from outside, as in call."""
+    cache, dtype, device = call.cache, call.keys.dtype, call.keys.device
     numbers, (keys, values, table, capacity) = _Numbers(device), _memory(cache, 2, _TOKENS)
     lengths = torch.tensor([capacity, 37], dtype=torch.int32, device=device)
     bounds = torch.tensor([0, capacity, capacity + 30], dtype=torch.int32, device=device)
     k, v = (numbers.normal(2, side.heads, capacity, side.dim, dtype=dtype) for side in (keys, values))
     append.append_(k, v, lengths, keys, values, torch.zeros_like(lengths), table, cache.rotate_keys)
-    newest = (*(x[0, :, :9].transpose(0, 1) for x in (k, v)), bounds.new_tensor([0, 4, 9])) if new else None
+    newest = (*(x[0, :, :9].transpose(0, 1) for x in (k, v)), bounds.new_tensor([0, 4, 9])) if call.new else None
     view = PagedView(keys, values, lengths, table, cache.rotate_keys)
     rows = [[x.new_zeros(capacity + 30, x.shape[1], x.shape[3]) for x in (k, v)] for _ in range(2)]
     settle(device)
     for into, unpack in zip(rows, (run, reference), strict=True):
-        unpack(view, bounds, *into, newest)
+        unpack(type(call)(*into, bounds, view, newest))
     return max(excess(one, other) for one, other in zip(*rows, strict=True))
 
 

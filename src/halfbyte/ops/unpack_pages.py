@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from halfbyte.arguments import check_tensor
+from halfbyte.arguments import Mark, check_tensor
 from halfbyte.errors import Unsupported, check
-from halfbyte.kv_buffer import Cache, KVBuffer
+from halfbyte.kv_buffer import Cache, KVBuffer, PagedView
+from halfbyte.ops import launch_cache
 from halfbyte.ops._library import level, refuse_capture
+from halfbyte.ops.declare import Op
+from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.ops.self_check import refusal, untested
 from halfbyte.ops.small_calls import unpack_error
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 
-#: k [T, H, D], v [T, H, Dv] and cu_seqlens_q [B + 1].
-NewTokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+class NewTokens(NamedTuple):
+    """k [T, H, D], v [T, H, Dv] and cu_seqlens_q [B + 1]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+
+
+class UnpackCall(NamedTuple):
+    """One call of `unpack_pages`, for its signature."""
+
+    keys: Annotated[torch.Tensor, Mark.WRITTEN]
+    values: Annotated[torch.Tensor, Mark.WRITTEN]
+    cu_seqlens_k: torch.Tensor
+    cache: PagedView
+    new: NewTokens | None
+    impl: str = "auto"
+
+    @property
+    def replayable(self) -> bool:
+        return True
+
+    def new_results(self) -> list[torch.Tensor]:
+        """None: rows are written in place."""
+        return []
+
+
+class _Plan(NamedTuple):
+    """No workspace."""
+
+    floats: int = 0
+    counters: int = 0
+
+
+UNPACK = Op("unpack_pages", UnpackCall)
 
 
 def unpack_pages(
@@ -26,7 +63,7 @@ def unpack_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
-    new: NewTokens | None = None,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     impl: str = "auto",
 ) -> None:
     """Write the newest tokens of each sequence, dequantized, as rows cu_seqlens_k[b] .. cu_seqlens_k[b + 1] of keys and values.
@@ -42,31 +79,41 @@ def unpack_pages(
     synchronizes with the device. On a GPU no contents of the index tensors lead outside of the tensors, and a token that does not
     exist is written as 0. Raises `InvalidArgument` naming the argument at fault.
     """
-    _check(cache, cu_seqlens_k, keys, values, new)
+    cache = PagedView(cache.keys, cache.values, cache.lengths, cache.page_table, cache.rotate_keys)
+    call = UnpackCall(keys, values, cu_seqlens_k, cache, None if new is None else NewTokens(*new), impl)
+    signature = UNPACK.signature(call)
+    if signature is not None and replay(signature) is not None:
+        return
+    _check(call)
     if not keys.numel() or not len(cache.lengths):
         return
     with torch.cuda.device_of(keys):
-        runs = level("unpack_pages", impl, keys.device) == "triton" and not (impl == "auto" and _refused(cache, keys, new))
-        (_launch if runs else _reference)(cache, cu_seqlens_k, keys, values, new)
+        runs = level("unpack_pages", impl, keys.device) == "triton" and not (impl == "auto" and _refused(call))
+        (_launch if runs else _reference)(call, signature)
 
 
-def _refused(cache: Cache, keys: torch.Tensor, new: NewTokens | None) -> bool:
+def _refused(call: UnpackCall) -> bool:
     """Whether the kernel was found to be wrong on this GPU."""
+    keys, cache = call.keys, call.cache
     if not untested(keys.device):
         return False
     dims, sides = (cache.keys.dim, cache.values.dim), (cache.keys.format.name, cache.values.format.name)
-    spec = sides, dims, cache.keys.codes.shape[2], keys.dtype, new is None, cache.rotate_keys
-    error = partial(unpack_error, cache, keys.dtype, new is not None, _launch, _reference)
-    return bool(refusal("unpack_pages", spec, keys.device, error))
+    spec = sides, dims, cache.keys.codes.shape[2], keys.dtype, call.new is None, cache.rotate_keys
+    return bool(refusal("unpack_pages", spec, keys.device, partial(unpack_error, call, _launch, _reference)))
 
 
-def _launch(*args: Any) -> None:
-    from halfbyte.kernels.decode.unpack import launch
-
-    launch(*args)
+def _launch(call: UnpackCall, signature: Signature | None = None) -> None:
+    launch_cache.launch(UNPACK, call, _Plan(), _launches, (), signature=signature)
 
 
-def _reference(cache: Cache, cu_seqlens_k: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, new: NewTokens | None) -> None:
+def _launches(call: UnpackCall, *_: Any) -> list[Any]:
+    from halfbyte.kernels.decode.unpack import launches
+
+    return list(launches(call.cache, call.cu_seqlens_k, call.keys, call.values, call.new))
+
+
+def _reference(call: UnpackCall, signature: Signature | None = None) -> None:
+    keys, values, cu_seqlens_k, cache, new, _ = call
     refuse_capture("unpack_pages", keys.device)
     lengths, table = cache.lengths, cache.page_table
     tokens = [reference.read(side, lengths, table).float() for side in (cache.keys, cache.values)]
@@ -81,8 +128,9 @@ def _reference(cache: Cache, cu_seqlens_k: torch.Tensor, keys: torch.Tensor, val
                 out[last - count : last] = new[side][end - count : end]
 
 
-def _check(cache: Cache, cu_seqlens_k: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, new: NewTokens | None) -> None:
+def _check(call: UnpackCall) -> None:
     """Check all but contents."""
+    keys, values, cu_seqlens_k, cache, new, _ = call
     device, batch = cache.keys.codes.device, len(cache.lengths)
     for name, side in (("keys", cache.keys), ("values", cache.values)):
         _check_pages(name, side, cache.page_table)

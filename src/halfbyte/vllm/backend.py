@@ -41,6 +41,7 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.compiling import cache_folder
 from halfbyte.ops.transform_heads import transform_heads
+from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.plans.prompts import MOST_SCRATCH, bucket, groups
 from halfbyte.tensors import KeyTransform
 from halfbyte.vllm.calibrated import layer_transform
@@ -271,6 +272,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         os.environ.setdefault("TRITON_CACHE_DIR", cache_folder())
         sizes = (self.num_heads, self.head_size), (self.num_kv_heads, self.head_size), (self.num_kv_heads, layer.head_size_v)
         q, k, v = (torch.empty(1, *size, dtype=dtype, device="cuda") for size in sizes)
+        replay_in_turn(q.device)
         layout = PageLayout(self.formats.keys, self.formats.values, self.head_size, layer.head_size_v)
         page = torch.empty(1, self.num_kv_heads, self._block_size, layout.token_head_bytes, dtype=torch.uint8, device=q.device)
         table = torch.zeros(1, -(-self._limits.longest // self._block_size), dtype=torch.int32, device=q.device)

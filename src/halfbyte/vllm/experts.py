@@ -23,6 +23,7 @@ from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, alternating, st
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import Shape
 from halfbyte.ops.experts_mlp import Projection, experts_mlp
+from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.reference.experts import KINDS, Activation
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.shares import columns_of, rows_of
@@ -241,6 +242,7 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
                 layer.register_parameter(f"{projection}_stack_{name}", Parameter(part, requires_grad=False))
             layer.halfbyte_names.append([f"{projection}_stack_{name}" for name in weight.parts()])
         layer.halfbyte_formats = [weight.format.name for weight in layer.halfbyte_weights]
+        replay_in_turn(layer.halfbyte_weights[0].codes.device)
         self._forget(layer)
 
     def apply(

@@ -99,14 +99,14 @@ def warm_up(
 
 
 def compile_linear(problem: GemmProblem, biased: bool, most: int, device: torch.device, multiply: Callable[[int], object]) -> None:
-    """Compile in the background what a linear layer needs for prompts, once for all that are like it; `warm_up` loads it.
+    """Compile in the background what a linear layer needs, once for all that are like it; `warm_up` loads it.
 
     problem: its weights, K and the type of x; most: the largest M; multiply: calls the layer with an M.
     """
     if device.type != "cuda" or (problem, biased) in _compiled:
         return
     _compiled.add((problem, biased))
-    numbers = rows_of_plans(problem, most, device)
+    numbers = rows_of_plans(problem, most, device)[::-1]  # vLLM's first step is the largest
     with compiling_only(wait=False):
         for rows in numbers:
             multiply(rows)

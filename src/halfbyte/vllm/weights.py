@@ -34,6 +34,7 @@ from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.ops.by_plan import HALVES
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
+from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
@@ -262,10 +263,11 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         layer.halfbyte_names = [[f"weight{i}_{name}" for name in weight.parts()] for i, weight in enumerate(weights)]
         layer.halfbyte_formats = [weight.format.name for weight in weights]
         layer.halfbyte_rows = [weight.shape[0] for weight in weights]
+        replay_in_turn(weights[0].codes.device)
         self._begin_to_compile(layer, weights)
 
     def _begin_to_compile(self, layer: Any, weights: Sequence[QuantTensor]) -> None:
-        """Compile the kernels of prompts in the background, unless ranks exchange x first."""
+        """Compile kernels in the background, unless ranks exchange x first."""
         half, width, device = HALVES.get(self._dtype), weights[0].shape[1], weights[0].codes.device
         if half is None or hasattr(layer, "halfbyte_gather"):
             return

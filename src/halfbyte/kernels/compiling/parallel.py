@@ -25,13 +25,15 @@ from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from halfbyte.kernels.compiling import Configuration, Target, compiled, specialised
 
 #: More processes than this wait for each other's memory.
 _MOST = 16
+#: Seconds without a message after which none is expected.
+_PATIENCE = 300
 
 
 class Job(NamedTuple):
@@ -178,8 +180,9 @@ class Ahead:
                 self.wait(len(self.jobs) + 1)  # the stamp
 
 
-#: What is being compiled in the background.
+#: What is being compiled in the background; and the last of it that further blocks which do not wait add to.
 _begun: list[Ahead] = []
+_open: list[Ahead] = []
 #: Of two threads, one after the other only compiles.
 _LOCK = threading.RLock()
 
@@ -188,15 +191,17 @@ _LOCK = threading.RLock()
 def compile_only(wait: bool, stamp: Path | None = None) -> Iterator[Ahead]:
     """What this thread launches in this block is not run, and compiled by other processes where the block ends.
 
-    wait: until they are done, and those of earlier blocks that were not waited for; then the kernels are loaded.
-    stamp: as of `Ahead`.
+    wait: until they are done, and those of earlier blocks that were not waited for; then the kernels are loaded. Blocks that do not
+    wait share one process, as an engine has many of them. stamp: as of `Ahead`, for which a process is started.
     """
     import torch
     from triton.runtime.jit import JITFunction
 
     if wait:
         _finish()
-    owner, ahead = threading.get_ident(), Ahead(torch.cuda.get_device_capability(), stamp)
+    shares = not wait and stamp is None
+    owner = threading.get_ident()
+    ahead = _open.pop() if shares and _open else Ahead(torch.cuda.get_device_capability(), stamp)
     variants: dict[Any, Callable[[], Any] | None] = {}
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -220,8 +225,8 @@ def compile_only(wait: bool, stamp: Path | None = None) -> Iterator[Ahead]:
             raise
         finally:
             type.__setattr__(JITFunction, "run", run)
-    ahead.begin()
-    _begun.append(ahead)
+    ahead.begin(is_last=not shares)
+    (_open if shares else _begun).append(ahead)
     if wait:
         _finish()
         for load in variants.values():
@@ -230,6 +235,10 @@ def compile_only(wait: bool, stamp: Path | None = None) -> Iterator[Ahead]:
 
 
 def _finish() -> None:
+    for ahead in _open:
+        ahead.begin()
+    _begun.extend(_open)
+    _open.clear()
     while _begun:
         for _ in _begun.pop().results():
             pass
@@ -321,11 +330,11 @@ def _work() -> None:
     if _assembler(message.capability) != message.assembler:
         _take_own_assembler()
     good = True
-    with suppress(BrokenProcessPool), ProcessPoolExecutor(min(_MOST, cores()), get_context("fork")) as pool:
+    with suppress(BrokenProcessPool, Empty), ProcessPoolExecutor(min(_MOST, cores()), get_context("fork")) as pool:
         futures: SimpleQueue[Future[None] | Message] = SimpleQueue()
         _submit(pool, message, futures)
         threading.Thread(target=_receive, args=(pool, message.is_last, futures), daemon=True).start()
-        while isinstance(done := futures.get(), Future) or not done.is_last:
+        while isinstance(done := futures.get(timeout=_PATIENCE), Future) or not done.is_last:
             if isinstance(done, Message):
                 continue
             if isinstance(error := done.exception(), BrokenProcessPool):

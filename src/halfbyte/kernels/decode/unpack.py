@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded, unpack
+from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.decode.kv_args import KVArgs, _scales, _spread, kv_args, place_of
 from halfbyte.kernels.decode.portable_rows import _rotated, block_of_rows
 from halfbyte.kv_buffer import Cache
@@ -133,14 +134,14 @@ def _unpack(
         _write(y, new_values, value_rows, begin, index, own, new_row, valid, head, values, C)
 
 
-def launch(
+def launches(
     cache: Cache,
     cu_seqlens_k: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-) -> None:
-    """The newest tokens of each sequence, cu_seqlens_k[b + 1] - cu_seqlens_k[b] of them, as rows of keys and values.
+) -> list[Launch]:
+    """Of the newest tokens of each sequence, cu_seqlens_k[b + 1] - cu_seqlens_k[b] of them, as rows of keys and values.
 
     keys [S, H, D], values [S, H, Dv]: fp16 or bf16, dims contiguous. cu_seqlens_k int32 [B + 1], B >= 1, contiguous.
     new: k [T, H, D] and v, dims contiguous, and cu_seqlens_q int32 [B + 1]: tokens in place of each sequence's newest ones.
@@ -155,11 +156,11 @@ def launch(
     own = (None, None, None, 0) if new is None else (new[2], _rows(new[0]), _rows(new[1]), len(new[0]))
     pages = min(cache.keys.codes.shape[0], cache.values.codes.shape[0])
     capacity = page * table.shape[1] * (pages > 0)
-    _unpack[((rows // constants.tokens + count + 1) * heads,)](
-        kv_args(cache.keys, keys.dtype), kv_args(cache.values, values.dtype), _Sequences(cache.lengths, table),
-        cu_seqlens_k, *own[:3], _rows(keys), _rows(values),
-        heads, count, rows, own[3], table.stride(0), pages, capacity, constants, num_warps=4,
-    )  # fmt: skip
+    arguments = (
+        *(kv_args(cache.keys, keys.dtype), kv_args(cache.values, values.dtype), _Sequences(cache.lengths, table), cu_seqlens_k),
+        *(*own[:3], _rows(keys), _rows(values), heads, count, rows, own[3], table.stride(0), pages, capacity, constants),
+    )
+    return [Launch(_unpack, ((rows // constants.tokens + count + 1) * heads,), arguments, {"num_warps": 4})]
 
 
 def _rows(x: torch.Tensor) -> _Rows:
