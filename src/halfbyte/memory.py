@@ -200,6 +200,7 @@ def weight_or_plain(name: str) -> Format | None:
 
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
+    from halfbyte.hf.chunked_attention import layer_reach
     from halfbyte.hf.model_support import (
         ATTENTION,
         STATES,
@@ -208,7 +209,6 @@ def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence
         kv_heads,
         layer_formats,
         layer_types,
-        layer_window,
         text_config,
     )
 
@@ -217,7 +217,7 @@ def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence
     every = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
     holding = [layer for layer, kind in enumerate(kinds) if kind in ATTENTION]
     layers = tuple(
-        LayerSizes(*every[layer], kv_heads(text, layer), *head_dims(text, layer), layer_window(text, layer)) for layer in holding
+        LayerSizes(*every[layer], kv_heads(text, layer), *head_dims(text, layer), layer_reach(text, layer)) for layer in holding
     )
     return CacheSizes(layers, sum(kind in STATES for kind in kinds))
 

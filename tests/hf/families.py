@@ -62,7 +62,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 512,
-    "sliding_window": 7,
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 7),
     "is_decoder": True,
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff", "n_inner", "mlp_dim"), 128),
@@ -92,6 +92,7 @@ _THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 5
 _LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
 _SHARES = {"num_hidden_layers": 4, "layer_types": _LOCAL_GLOBAL, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
 _GEMMA4 = {**_SHARES, "global_head_dim": 64}
+_LLAMA4 = {"num_hidden_layers": 4, "floor_scale": 16}
 _STAGES = {
     "num_heads": [2, 2],
     "num_groups": [2, 2],
@@ -130,6 +131,8 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "sliding_attention"]},
+    "llama4": {"text_config": _LLAMA4},
+    "llama4_text": _LLAMA4,
     "longcat_flash": {"zero_expert_num": 3, "num_layers": 2},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "mimo_v2_flash": {"head_dim": 96, "v_head_dim": 64, "num_key_value_heads": 1},

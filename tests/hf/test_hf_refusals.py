@@ -36,7 +36,10 @@ from halfbyte.nn import QuantLinear
         (lambda: tf.RecurrentGemmaConfig(), "are in the model"),
         (lambda: tf.MiniMaxConfig(), "cache of its own class"),
         (lambda: tf.BambaConfig(), "none of its layers has keys and values"),
-        (lambda: tf.Llama4TextConfig(), "chunked_attention"),
+        (
+            lambda: tf.LlamaConfig(layer_types=["indexed_attention"] * 32),
+            "serve full_attention, sliding_attention, chunked_attention",
+        ),
         (lambda: tf.T5Config(), "position bias"),
         (lambda: tf.BartConfig(), "encoder-decoder"),
         (lambda: tf.PaliGemmaConfig(), "not causal everywhere"),

@@ -29,8 +29,9 @@ from halfbyte.errors import check
 from halfbyte.formats import key_format, plain_format, value_format, weight_format
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load as load_folder
+from halfbyte.hf.chunked_attention import layer_reach
 from halfbyte.hf.mixtures import expert_stacks, unread_experts
-from halfbyte.hf.model_support import ATTENTION, half_type, layer_formats, layer_types, layer_window, text_config
+from halfbyte.hf.model_support import ATTENTION, half_type, layer_formats, layer_types, text_config
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.recorded_step import kept_steps, release
 from halfbyte.hf.weights import check_fits, find_lm_head, select
@@ -291,7 +292,7 @@ def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1)
         weight = stack.weight if isinstance(stack, QuantLayer) else stack
         unread += weight.nbytes * unread_experts(config, weight.shape[0], steps.batch)
     cache, holding = PackedCache(model.config, steps.context, keys=keys, values=values), layer_types(config)
-    windows = [layer_window(config, i) or steps.context for i, kind in enumerate(holding) if kind in ATTENTION]
+    windows = [layer_reach(config, i) or steps.context for i, kind in enumerate(holding) if kind in ATTENTION]
     tokens = sum(min(window, steps.context) for window in windows) / len(windows)
     return int(weights - lookup - unread + steps.batch * tokens * cache.bytes_per_token * wider)
 

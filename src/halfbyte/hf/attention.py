@@ -8,6 +8,7 @@ read everything from it. With any other cache, or none, the plain tensors go to 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -18,6 +19,7 @@ from transformers.generation import configuration_utils
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported, warn_once
+from halfbyte.hf.chunked_attention import chunked_prompt, layer_chunk, step
 from halfbyte.hf.latents import newest_layer
 from halfbyte.hf.masks import mask
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
@@ -161,6 +163,8 @@ def attention(
             f"dropout={dropout} while training: a packed cache serves inference; call model.eval(), or pass use_cache=False"
         )
     seen, window = _seen(key, query.shape[2], attention_mask, sliding_window), _window(module, sliding_window)
+    size = layer_chunk(getattr(module, "config", None), getattr(module, "layer_idx", None))
+    window = window if size is None else size
     if key.layer.drafts is not None and (seen is not None or key.layer.latent_heads is not None):
         raise Unsupported(NO_DRAFTS)
     if seen is not None:
@@ -186,7 +190,8 @@ def attention(
             call = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
             layer.calls.append(Attended(module, query, key.new, value.new, call))
     if torch.compiler.is_compiling() and query.shape[2] <= layer.longest_step:
-        return _by_token(decode_of_parts(query, layer.parts, options), layer), None
+        decode = partial(decode_of_parts, query, layer.parts)
+        return _by_token(step(decode, layer, query.shape[2], options, size), layer), None
     kv, before = cast(KVCache, layer.kv), key.before
     held = getattr(kv, "window", None)
     if held is not None and (window is None or window > held):
@@ -200,11 +205,18 @@ def attention(
     def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_step: bool) -> torch.Tensor:
         if not is_step:
             past, begins = kv if before is None else before, layer.chunk is not None
+            if size is not None:
+                begins = layer.begins and not torch.compiler.is_compiling()
+                return chunked_prompt(q, k, v, past, options, size, q.shape[2] * (before is None), begins)
             out = prefill_attention(q, k, v, past, appended=before is None, begins=begins, latent_heads=heads, **options)
             return cast(torch.Tensor, out)  # a pair only with return_lse
         q = q if heads is None else heads.absorbed(q)
         start = None if layer.chunk is None else layer.chunk.held
-        out = cast(torch.Tensor, decode_attention(q, kv, query_start=start, latent=heads is not None, **options))
+
+        def decode(options: dict[str, Any]) -> torch.Tensor:
+            return cast(torch.Tensor, decode_attention(q, kv, query_start=start, latent=heads is not None, **options))
+
+        out = step(decode, layer, q.shape[2], options, size)
         return out if heads is None else heads.expanded(out)
 
     if torch.compiler.is_compiling() or layer.drafts is None:

@@ -19,6 +19,7 @@ from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, 
 from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
+from halfbyte.hf.chunked_attention import layer_chunk, layer_reach
 from halfbyte.hf.latent_layer import LatentLayer
 from halfbyte.hf.latents import check_no_latents, is_latent
 from halfbyte.hf.model_support import (
@@ -32,7 +33,6 @@ from halfbyte.hf.model_support import (
     layer_rotations,
     layer_scales,
     layer_types,
-    layer_window,
     layer_windows,
     model_sizes,
     text_config,
@@ -104,7 +104,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         rotations = layer_rotations(config, rotate_keys, [k for k, _ in formats])
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
-        sliding = [layer_window(config, layer) for layer in range(len(formats))]
+        sliding = [layer_reach(config, layer) for layer in range(len(formats))]
         scales, transforms = layer_scales(config, formats), layer_transforms(model_or_config, calibration, len(formats))
         layers = zip(layer_types(config), formats, rotations, windows, sliding, scales, transforms, strict=True)
         dims = all_head_dims(config)
@@ -121,6 +121,8 @@ class PackedCache(Cache):  # type: ignore[misc]
             for layer in self.packed:
                 layer.records = False
         self.packed[0].checks_positions = True
+        self._leader = next((n for n in self._packed if layer_chunk(config, n)), self._packed[0])
+        self._lead()
         self._open = False  # a forward has begun and not reached the last layer
         kinds = Counter((*formats[n], kv_heads(config, n), *dims[n]) for n in self._packed)
         self.bytes_per_token = sum(count * _token_bytes(*kind) for kind, count in kinds.items())
@@ -288,7 +290,14 @@ class PackedCache(Cache):  # type: ignore[misc]
         other.layers = [copy(layer) for layer in self.layers]
         for layer in other.packed:
             layer.capacity, layer.parts = other.capacity, {}
+        other._lead()
         return other
+
+    def _lead(self) -> None:
+        """Let the first layer of chunks compute where these start."""
+        leader = self.layers[self._leader]
+        for layer in self.packed:
+            layer.leader = None if layer is leader else leader
 
     def expect_replays(self, expected: bool) -> None:
         """`KVCache.expect_replays` of all layers, which hold tokens from then on."""

@@ -89,6 +89,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.latent_heads: LatentHeads | None = None
         #: Whether attention checks that a row is one text; one layer of a cache does.
         self.checks_positions = False
+        #: The layer that computes where a step's chunk starts, [B], for this one (`chunked_attention.py`); None: it does itself.
+        self.leader: PackedLayer | None = None
+        self.chunk_start = torch.empty(0)
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
         self.parts: dict[str, Any] = {}
 

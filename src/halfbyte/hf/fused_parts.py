@@ -266,7 +266,7 @@ class Heads:
 
 
 class _Twin:
-    """A layer of a cache, in place of the whole cache."""
+    """A layer of a cache, in place of the whole cache. A module that needs more, such as the length, fails and is not fused."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer

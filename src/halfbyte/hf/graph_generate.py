@@ -30,6 +30,7 @@ from halfbyte.hf.attention import CACHE, check_one_text
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
+from halfbyte.hf.model_support import text_config
 from halfbyte.hf.recorded_step import (
     MOST_DRAFTS,
     Forward,
@@ -145,6 +146,7 @@ def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: in
     """Why drafts of a call cannot be recorded, although the call can; None if they can."""
     cache, positions = inputs[CACHE], inputs.get("position_ids")
     read_later = not cache.is_default or bool(choice.config.return_dict_in_generate)
+    tuned = getattr(text_config(model), "attn_temperature_tuning", False)
     reasons = {
         "drafts of prompt lookup are compared with greedy choices, and do_sample is set": choice.config.do_sample,
         "a logits processor, a stopping criterion or output_scores needs tokens one by one": choice.key(None) is None,
@@ -152,6 +154,7 @@ def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: in
         "recent tokens in 16 bits leave their window one by one": any(layer.recent_tokens for layer in cache.packed),
         "this model's forward takes no position_ids": "position_ids" not in inspect.signature(model.forward).parameters,
         "position_ids have more than two axes": positions is not None and positions.ndim != 2,
+        "queries are scaled by the length of the first sequence": batch > 1 and tuned,
         "several sequences, of which each takes other drafts, cannot be streamed": batch > 1 and streamer is not None,
         "several sequences, of which each takes other drafts, leave no cache to go on with": batch > 1 and read_later,
     }

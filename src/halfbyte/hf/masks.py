@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from transformers import masking_utils
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_overlay
+from transformers.masking_utils import causal_mask_function, chunked_overlay, sdpa_mask, sliding_window_overlay
 
 from halfbyte.errors import InvalidArgument, Unsupported
 
 #: The key offset that a packed cache reports to mask functions. Real offsets are never negative.
 PACKED = -1
 
-#: The functions of which a causal mask with a window is made, and the one by which tokens of a block see each other.
-_CAUSAL = {causal_mask_function.__code__, sliding_window_overlay(1).__code__}
+#: The functions of which a causal mask with a window or chunks is made, and the one by which tokens of a block see each other.
+_CAUSAL = {part.__code__ for part in (causal_mask_function, sliding_window_overlay(1), chunked_overlay(1, torch.empty(0)))}
 _overlay: Any = getattr(masking_utils, "blockwise_overlay", None)
 _BLOCKS = set() if _overlay is None else {_overlay(torch.empty(0)).__code__}
 
@@ -32,9 +32,9 @@ def mask(
 ) -> torch.Tensor | None:
     """The mask of a forward. For a packed cache: int32 [B, 1, 1, 1], the first real token of each sequence; None without padding.
 
-    Causality and windows are left to the attention function. A 4-D tensor passes the later stages of transformers untouched, and
-    its shape never changes, so a compiled decode step stays one graph. A prompt in which tokens of a block, such as an image, see
-    each other has a mask of all that its queries see, bool [B, 1, L, T]. Any other cache gets transformers' own mask for sdpa.
+    Causality, windows and chunks are left to the attention function. A 4-D tensor passes the later stages of transformers
+    untouched, and its shape never changes, so a compiled decode step stays one graph. A prompt in which tokens of a block, such as
+    an image, see each other has a mask of all that its queries see, bool [B, 1, L, T]. Any other cache gets transformers' own mask.
     """
     if kv_offset != PACKED:
         arguments = {**kwargs, "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}

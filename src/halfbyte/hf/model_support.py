@@ -68,7 +68,7 @@ WHOLE_PROMPTS = frozenset({"bamba", "jamba", "zamba"})
 _CROSS = re.compile("cross|encoder_attn")
 
 #: Types of layers, in transformers' words, that have keys and values; a state of fixed size; neither.
-ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
 STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 #: A layer that reads the keys and values of an earlier one.
 SHARED = "dummy"
@@ -186,15 +186,13 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, "its configuration has no num_hidden_layers")
     kinds = set(layer_types(inner))
     if others := sorted(kinds - {*ATTENTION, *STATES, *_NEITHER}):
-        raise _refusal(name, f"it has layers of type {', '.join(others)}; packed caches serve full_attention and sliding_attention")
+        raise _refusal(name, f"it has layers of type {', '.join(others)}; packed caches serve {', '.join(ATTENTION[:3])}")
     if not kinds & {*ATTENTION}:
         raise _refusal(name, "none of its layers has keys and values")
     if getattr(inner, "num_kv_shared_layers", 0) and not getattr(inner, "kv_sharing_modes", None):
         raise _refusal(name, _SHARED)
     if reason := latent_refusal(inner):
         raise _refusal(name, reason)
-    if getattr(inner, "attention_chunk_size", None):
-        raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
 
 
 def check_continues(model: Any) -> None:

@@ -258,10 +258,11 @@ class _Sizes:
 
     def _read(self, cache: CacheSizes) -> int:
         """Bytes of the cache that a step reads, layer by layer."""
-        from halfbyte.hf.model_support import ATTENTION, layer_types, layer_window
+        from halfbyte.hf.chunked_attention import layer_reach
+        from halfbyte.hf.model_support import ATTENTION, layer_types
 
         holding = [i for i, kind in enumerate(layer_types(self.text)) if kind in ATTENTION]
-        windows = (layer_window(self.text, i) or self.context for i in holding)
+        windows = (layer_reach(self.text, i) or self.context for i in holding)
         return sum(
             layer.nbytes(self.batch, min(window, self.context), cache.window)
             for layer, window in zip(cache.layers, windows, strict=True)
