@@ -122,16 +122,11 @@ class KVBuffer:
 
 
 class AttentionOptions(NamedTuple):
-    """Options of one attention call. They apply to a score in this order: scale, softcap, ALiBi, mask.
+    """Options of one attention call, as in `decode_attention`. They apply to a score in this order: scale, softcap, ALiBi, mask.
 
-    sm_scale      multiplies q . k
-    softcap       s -> softcap * tanh(s / softcap); None: off
-    alibi_slopes  float32 [Hq]; adds slope * (j - i) for key position j and query position i
-    window        keeps keys j with i - window < j <= i; None: all j <= i
     starts        int32 [B]; keys before starts[b] are padding and masked; None: 0
     ends          int32 [B]; keys from ends[b] on are masked; None: none. Lengths cannot express this, because they also determine
                   which tokens of per-channel keys are in the tail
-    sinks         float32 [Hq]; an extra logit per head in the softmax's denominator, without a value, not part of lse (GPT-OSS)
     rotate_keys   the cached keys are Hadamard-rotated: the query is rotated the same way before q . k
     """
 
@@ -208,19 +203,13 @@ class DecodeCall(NamedTuple):
 
 
 class AppendCall(NamedTuple):
-    """One append, made once and passed on: the declaration of the op.
+    """One append, made once and passed on, with the arguments of `KVCache.append`: the declaration of the op.
 
-    k, v         [B, H, L, D] and [B, H, L, Dv], any floating dtype and strides
     lengths      int32 [B]: tokens that each sequence has so far
-    counts       int32 [B]: how many of the L tokens are real; None: all
     page_table   int32 [B, pages], where keys and values are paged
-    rotate_keys  keys are Hadamard-rotated
-    rope         rotary embedding of keys (and q), before the Hadamard rotation
-    q            [B, Hq, L, D], gets rope, norms and transform, too
     measure      a per-tensor scale may still be 0, that is, not calibrated
     by_slot      `lengths`, int32 or int64 [B], are slots, which do not advance: the one token of each sequence (L = 1) goes to row
                  i % N of page i // N, with pages of N tokens; negative slots are skipped
-    norms        RMSNorm of each head of keys and q, before rope
     transform    a `KeyTransform` of keys and q, after rope; empty: none
     impl         as requested, later the level that runs
     rotated_q    memory for what q becomes, contiguous

@@ -59,18 +59,10 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
     capacity          most tokens of a sequence, prompt and answer together; rounded up to a multiple of 64. `grow` raises it
-    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each. Latents
-                      (MLA) are stored once, as values, and rotary keys as keys. Per-tensor formats take the
-                      scales that the checkpoint has for them (k_scale, v_scale), where nothing is rotated
-    rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
-                      `halfbyte.KVCache` does by default
-    rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches per
-                      layer. For models whose v_proj and o_proj cannot take the rotation (`halfbyte.hf.quantize`)
-    calibration       calibrated keys, or their file by `halfbyte calibrate`: quantized keys are centered and multiplied by a matrix
-                      of their KV head before they are rotated and stored; two small launches per layer
-    sink_tokens       the first tokens of a sequence that stay in 16 bits; left padding counts as tokens
-    recent_tokens     the last tokens of a sequence that stay in 16 bits
-    skip_layers       layers that keep 16 bits; negative numbers count from the end
+    keys, values      formats; they and their options are those of `halfbyte.hf.quantize`. Latents (MLA) are stored once, as values,
+                      and rotary keys as keys. Per-tensor formats take the scales of the checkpoint, where nothing is rotated
+    rotate_values     quantized values are stored Hadamard-rotated, and attention rotates its output back: two small launches a
+                      layer, for models whose v_proj and o_proj cannot take the rotation
     dtype             the 16-bit type of what stays in 16 bits; None: float16 for a float16 model, else bfloat16
 
     Raises `Unsupported`, with the reason, for models whose attention cannot read packed data.
