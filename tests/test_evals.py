@@ -408,6 +408,24 @@ def test_quantize_rotates_values(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--rotate-values changes 16-bit weights" in capsys.readouterr().err
 
 
+def test_quantize_calibrates_on_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command as by `hf.quantize`; and less divergence on another part of the text."""
+    from halfbyte import hf
+    from halfbyte.evals.model import load
+
+    text, folder = tmp_path / "text", tmp_path / "packed"
+    text.write_text(heldout_text()[:8000], encoding="utf-8")
+    assert run("quantize", "demo", "--weights", "nf4", "--calibrate", str(text), "--device", "cpu", "-o", str(folder)) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+    ours = hf.load(shipped_model(), weights="nf4", dtype=torch.bfloat16, calibrate=[text.read_text(encoding="utf-8")])
+    state = hf.load(folder).state_dict()
+    assert all(torch.equal(part, state[name]) for name, part in ours.state_dict().items())
+    ids = windows(load("demo")[1].encode(heldout_text()[20000:]), 256, 4)
+    logs = [hf.load(shipped_model(), weights=weights, dtype=torch.bfloat16) for weights in (None, "nf4")]
+    plain, nearest, fed = (model(ids).logits.float().log_softmax(-1) for model in (*logs, ours))
+    assert (plain.exp() * (plain - fed)).sum() < 0.8 * (plain.exp() * (plain - nearest)).sum()
+
+
 def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "nvfp4"
     assert run("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)) == 0

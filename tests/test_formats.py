@@ -32,8 +32,9 @@ from halfbyte.formats import (
     weight_format,
 )
 from halfbyte.packing import pack_codes, unpack_codes
+from halfbyte.reference.codes import encode_unit
 from halfbyte.reference.dequantize import decode_unit, dynamic_map, e8m0_to_float
-from halfbyte.reference.quantize import encode_unit, quantize
+from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor, expected_parts
 from sizes import head_dim
 

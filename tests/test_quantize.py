@@ -480,7 +480,7 @@ def test_tables_do_not_lie_on_the_default_device() -> None:
 
 # ------------------------------------------------------------------------------------------------- the search of the clip
 
-SEARCHABLE = [name for name, fmt in WEIGHT_FORMATS.items() if fmt.code.bits == 4]
+SEARCHABLE = [name for name, fmt in WEIGHT_FORMATS.items() if fmt.group_size(4096) <= 32]
 
 
 def block_errors(q: QuantTensor, x: torch.Tensor) -> torch.Tensor:
@@ -494,15 +494,20 @@ def test_the_searched_clip_is_no_worse_in_any_group_and_the_best_of_its_grid(nam
     x = data(kind, (6, 256))
     fmt = WEIGHT_FORMATS[name]
     searched, whole = quantize(x, fmt, clip="search"), quantize(x, fmt)
-    if name == "nf4_dq":  # nested scales are rounded on top of what is searched
-        assert torch.equal(searched.codes, quantize(x, "nf4", clip="search").codes)
-        return
     ours = block_errors(searched, x)
     assert (ours <= block_errors(whole, x) * (1 + 1e-5)).all()
     for ratio in (0.5, 0.75, 0.9, 1.25):  # of a part of the grid, by the definition of each format
         assert (ours <= block_errors(clipped(x, fmt, ratio), x) * (1 + 1e-5) + 1e-12).all()
     if kind == "normal":
         assert ours.sum() < 0.98 * block_errors(whole, x).sum()
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name not in SEARCHABLE])
+def test_wide_blocks_keep_their_range(name: str) -> None:
+    """Real models diverge more where the clip of a wide block is searched."""
+    x = data("outlier", (6, 256))
+    searched, whole = quantize(x, name, clip="search").parts(), quantize(x, name).parts()
+    assert all(torch.equal(searched[part], whole[part]) for part in whole)
 
 
 def clipped(x: torch.Tensor, fmt: Format, ratio: float) -> QuantTensor:
@@ -522,7 +527,7 @@ def clipped(x: torch.Tensor, fmt: Format, ratio: float) -> QuantTensor:
     return QuantTensor(fmt, q.shape, encode(x, block_scales(q), q.offsets, fmt), q.scales, q.offsets, q.tensor_scale)
 
 
-@pytest.mark.parametrize("name", ["int4_g32", "nf4_dq", "mxfp4", "nvfp4", "int4_sym_col"])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_sym_g32_fp32", "mxfp4", "nvfp4"])
 def test_a_searched_weight_has_the_same_bits_in_any_number_of_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = data("normal", (24, 256))
     whole = quantize(x, name, clip="search").parts()

@@ -168,9 +168,9 @@ class QuantLinear(QuantLayer):
         self.out_features, self.in_features = weight.shape
 
     @classmethod
-    def from_linear(cls, layer: nn.Module, fmt: str | Format, *, clip: str | None = None) -> QuantLinear:
-        """Quantize an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed; `clip` as in `quantize`."""
-        return cls(quantize(dense_weight(layer), weight_format(fmt), clip=clip), getattr(layer, "bias", None))
+    def from_linear(cls, layer: nn.Module, fmt: str | Format, **options: Any) -> QuantLinear:
+        """Quantize an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed; options of `quantize`."""
+        return cls(quantize(dense_weight(layer), weight_format(fmt), **options), getattr(layer, "bias", None))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():

@@ -7,7 +7,8 @@ left; elsewhere, such as in a log, a line every ten seconds.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -85,6 +86,22 @@ def progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     left = (TextColumn("left:"), TimeRemainingColumn())
     return Progress(*columns, *left, console=console, transient=True, speed_estimate_period=_PAST)
+
+
+@contextmanager
+def progress_later(console: Console, description: str, total: int) -> Iterator[Callable[[], None]]:
+    """What advances such a bar, which shows from the first step on: what comes before has a bar of its own."""
+    bar = progress(console)
+    task = bar.add_task(description, total=total)
+
+    def advance() -> None:
+        bar.start()
+        bar.advance(task)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
 
 
 class _Lines(Progress):

@@ -112,8 +112,7 @@ def test_no_uniform_choice_of_its_size_diverges_less(outliers):
     model = model if outliers is None else with_outliers(model, outliers)
     caches = [Setting("int8", "int8"), Setting("int8", "int8", rotate_keys=True), Setting("fp8", "fp8")]
     caches = [Setting(KEYS, VALUES), *caches, Setting("int4_channel", "int8"), Setting("int8_channel", "int4")]
-    clipped = [Setting(weights=name, clip="search") for name in ("nf4", "nf4_dq")]
-    layers = [Setting(weights=WEIGHTS, clip=CLIP), Setting(weights="nvfp4"), *clipped]
+    layers = [Setting(weights=WEIGHTS, clip=CLIP), *(Setting(weights=name) for name in ("nvfp4", "nf4", "nf4_dq"))]
     ids = windows(list(heldout_text().encode()), 256, 3)
     for settings, chunk in ((caches, 16), (layers, 256)):  # how weights diverge is the same in any chunks
         ours, *theirs = evaluate(model, [Setting(), *settings], ids, chunk=chunk)[1:]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
 RotateValues = Annotated[bool, typer.Option("--rotate-values", help="Fold a rotation of values into v_proj and o_proj.")]
-Clip = Annotated[str | None, typer.Option(help="search: per group, clip the range to the least squared error; slower.")]
+Clip = Annotated[str | None, typer.Option(help="search: per group of up to 32, clip the range to the least squared error; slower.")]
 Plan = Annotated[
     Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
 ]
@@ -147,6 +147,7 @@ def generate(
     """Generate text with a packed cache, printing tokens as they come: what continues --prompt, or the answers of a --chat."""
     from halfbyte.evals.model import load, write
     from halfbyte.evals.quality import with_weights
+    from halfbyte.hf.progress_bar import show_progress
 
     check((prompt is None) == chat, "give --prompt with a text to continue, or --chat to write to the model line by line")
     text = _text(prompt or "")
@@ -156,7 +157,8 @@ def generate(
         _chat(model, setting, tokens, (temperature, seed), device)
         return
     lm, tokenizer = load(model, device, dtype)
-    quantized = with_weights(lm, *setting.in_weights)
+    with show_progress():
+        quantized = with_weights(lm, *setting.in_weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
     for piece in pieces:
@@ -172,6 +174,7 @@ def _chat(model: str, setting: Setting, tokens: int, sampling: tuple[float, int]
     from halfbyte.evals.model import load
     from halfbyte.evals.quality import cache_for, with_weights
     from halfbyte.hf import Chat
+    from halfbyte.hf.progress_bar import show_progress
     from halfbyte.paths import resolve_model
 
     tokenizer, (temperature, seed) = AutoTokenizer.from_pretrained(resolve_model(model)), sampling
@@ -179,7 +182,8 @@ def _chat(model: str, setting: Setting, tokens: int, sampling: tuple[float, int]
     options |= {"temperature": temperature} if temperature else {}
     options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     conversation = Chat(None, tokenizer, None, **options)  # a model without a template is refused before it is loaded
-    quantized = with_weights(load(model, device, setting.dtype)[0], *setting.in_weights)
+    with show_progress():
+        quantized = with_weights(load(model, device, setting.dtype)[0], *setting.in_weights)
     conversation.model, conversation.cache = quantized, cache_for(quantized, setting, 1024 + tokens)
     torch.manual_seed(seed)
     ask = console(stderr=True)
@@ -277,7 +281,14 @@ def quantize(
     source: Source = None,
     rotate_values: RotateValues = False,
     clip: Clip = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="A UTF-8 text like the model's inputs: weights are rounded so that errors cancel for it; minutes."),
+    ] = None,
     dtype: Annotated[str | None, OfHalves] = None,
+    device: Annotated[
+        str | None, typer.Option(help="With --calibrate: cpu, cuda or cuda:N. Default: the GPU if there is one.")
+    ] = None,
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
@@ -297,10 +308,9 @@ def quantize(
     least = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) // 8 if folder else 0  # no format is smaller
     free = shutil.disk_usage(output.absolute().parent).free
     check(free > least, f"output={str(output)!r} cannot be written: it takes more than {least:,} bytes, and {free:,} are free")
-    head = None if lm_head == "bf16" else lm_head
-    quantized = _quantized(
-        model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head, dtype=dtype
-    )
+    check(device is None or calibrate is not None, f"--device {device} is about --calibrate; name a text, or leave it out")
+    options = {"clip": clip, "rotate_values": rotate_values, "lm_head": None if lm_head == "bf16" else lm_head, "dtype": dtype}
+    quantized = _quantized(model, weights, source, skip_modules=tuple(words(skip)), calibration=(calibrate, device), **options)
     hf.save(quantized, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), quantized.state_dict()
@@ -315,9 +325,16 @@ def quantize(
     print(f"{output}: {size:.2f} MB, {share:.1%} of the weights quantized\nloaded again and equal bit for bit")
 
 
-def _quantized(model: str | None, weights: str | None, source: str | None, **options: Any) -> torch.nn.Module:
-    """A model with quantized weights: rounded here, or as another library rounded them. Options are those of `hf.quantize`."""
+def _quantized(
+    model: str | None, weights: str | None, source: str | None, calibration: tuple[Path | None, str | None], **options: Any
+) -> torch.nn.Module:
+    """A model with quantized weights: rounded here, or as another library rounded them. Options are those of `hf.quantize`.
+
+    calibration: a text, and the device that reads it.
+    """
     from halfbyte import hf
+    from halfbyte.device import describe
+    from halfbyte.evals.text import read_text
     from halfbyte.formats import plain_format, weight_format
     from halfbyte.nn import QuantLayer
     from halfbyte.paths import resolve_model
@@ -334,6 +351,8 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
         "--skip names modules that keep 16-bit weights; --from takes codes over as they are",
     )
     check(not (options["rotate_values"] and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
+    text, device = calibration
+    check(text is None or source is None, "--calibrate is about rounding 16-bit weights; --from takes codes over as they are")
     quantized: torch.nn.Module
     dtype = options.pop("dtype")
     if source is not None:
@@ -346,10 +365,13 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
     if weights is lm_head is None:
         weights, options["clip"] = settings.WEIGHTS, settings.CLIP
     check_clip(options["clip"], weight_format(weights or lm_head or ""))
-    quantized = hf.load(
-        resolve_model(model or ""), weights=weights, dtype=plain_format(dtype or settings.HALVES[0]).code.dtype, **options
-    )
-    return quantized
+    folder, half = resolve_model(model or ""), plain_format(dtype or settings.HALVES[0]).code.dtype
+    if text is None:
+        quantized = hf.load(folder, weights=weights, dtype=half, **options)
+        return quantized
+    content = read_text(text)
+    quantized = hf.load(folder, dtype=half).to(describe(device).torch)
+    return hf.quantize(quantized, weights, calibrate=content, **options).cpu()  # type: ignore[no-any-return]
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from halfbyte.formats import Format, check_window, key_format, plain_format, val
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
-from halfbyte.terminal import progress
+from halfbyte.terminal import progress_later
 
 
 @dataclass(frozen=True)
@@ -225,13 +225,13 @@ def run_evaluation(
     name: str = "",
 ) -> list[Quality]:
     """`evaluate` of a model of this name behind a progress bar; as many windows at once as keep log-probabilities below 1 GiB."""
+    from halfbyte.hf.progress_bar import show_progress
+
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     batch = max(1, min(batch, 2**28 // (windows.shape[1] * vocabulary)))
-    with progress(console) as bar:
-        task = bar.add_task(f"evaluating {name}", total=steps(settings, windows, chunk, batch))
-        results = evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
-    return [replace(result, model=name) for result in results]
+    with progress_later(console, f"evaluating {name}", steps(settings, windows, chunk, batch)) as on_step, show_progress():
+        return [replace(r, model=name) for r in evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=on_step)]
 
 
 @dataclass

@@ -184,6 +184,8 @@ def _ask(adapter: Expanded, folder: Path, weights: str | None, options: dict[str
         )
     if options.get("rotate_values"):
         raise Unsupported("rotate_values changes weights before they are quantized, and these are quantized while they are read")
+    if options.get("calibrate") is not None:
+        raise Unsupported(f"calibrate needs a model in 16 bits, and the weights of {folder} are quantized while they are read")
     adapter.into, adapter.clip = weight_format(weights), options.get("clip")
     check_clip(adapter.clip, adapter.into)
 

@@ -21,6 +21,7 @@ from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
 from halfbyte.hf.attention_weights import check_key_bias, check_value_rotation, layers_to_rotate, rotate_values_of
 from halfbyte.hf.cache import layer_transforms
+from halfbyte.hf.calibrated_weights import calibrated_layers, check_targets, token_windows
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.model_support import (
     Decoder,
@@ -33,11 +34,20 @@ from halfbyte.hf.model_support import (
     model_sizes,
 )
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
-from halfbyte.hf.weights import check_fits, check_loaded, find_lm_head, nearest_formats, packed_share, quantize_modules, select
+from halfbyte.hf.weights import (
+    Target,
+    check_fits,
+    check_loaded,
+    find_lm_head,
+    nearest_formats,
+    packed_share,
+    quantize_modules,
+    select,
+)
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
-from halfbyte.reference.quantize import check_clip
+from halfbyte.reference.quantize import WIDEST, check_clip, has_searched_clip
 from halfbyte.settings import CLIP, CPU_WEIGHTS, KEYS, VALUES, WEIGHTS
 
 P = ParamSpec("P")
@@ -121,6 +131,7 @@ def quantize(
     skip_modules: Iterable[str] = (),
     lm_head: str | None = None,
     clip: str | None = None,
+    calibrate: str | Sequence[str] | torch.Tensor | None = None,
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
@@ -146,7 +157,9 @@ def quantize(
     skip_modules   modules that keep their weights: names, or parts of names between dots
     lm_head        weight format of the output layer, such as "int8_col"; None: unchanged. One that is tied to the embedding gets
                    packed weights of its own, and the embedding stays in 16 bits: a step reads less, the model takes more memory
-    clip           "search": clip the range of each group to the least squared error (`halfbyte.quantize`); slower
+    clip           "search": clip the range of each group of at most 32 to the least squared error; slower (`halfbyte.quantize`)
+    calibrate      texts that resemble the model's inputs, or tokens int64 [n, T] of them: weights in the blocks are rounded, and
+                   ranges clipped, so that the outputs of a layer change least for these inputs; minutes
     fuse_qkv       compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantized already)
     fuse_gate_up   the same for gate_proj and up_proj
 
@@ -190,6 +203,8 @@ class Quantization:
         for each in (fmt, head):
             if each is not None:
                 check_clip(options["clip"], each)
+        if options["clip"] and fmt is not None and not has_searched_clip(fmt):
+            warn_once(f"clip={options['clip']!r} changes nothing in {fmt.name}: groups of more than {WIDEST} keep their range")
         self.cache = self._cache_settings()
         skips = self.options["skip_modules"]
         self.head = {} if head is None else find_lm_head(self.model, head, skips)
@@ -197,6 +212,7 @@ class Quantization:
             _check_weights_are_plain(self.model, self.options)
         self.blocks = {} if fmt is None else select(self.model, skips)
         self.formats = self._formats(fmt)
+        self.windows = self._windows(loading)
         if not loading:
             check_loaded({**self.blocks, **self.head})
         self.rotated: list[tuple[nn.Linear, nn.Linear]] = []
@@ -218,7 +234,11 @@ class Quantization:
         selection = {name: (target, self.formats[name]) for name, target in self.blocks.items()}
         selection |= {name: (target, weight_format(self.options["lm_head"])) for name, target in self.head.items()}
         if self.options["weights"] is not None or selection:
-            quantize_modules(self.model, selection, self.options["clip"])
+            clip, layers = self.options["clip"], dict[Target, QuantLayer]()
+            if self.windows is not None:
+                blocks = {name: selection[name] for name in self.blocks}
+                layers = calibrated_layers(self.model, blocks, clip, self.windows)
+            quantize_modules(self.model, selection, clip, layers)
             self.mark({name: fmt.name for name, (_, fmt) in selection.items()})
 
     def _formats(self, fmt: Format | None) -> dict[str, Format]:
@@ -229,6 +249,16 @@ class Quantization:
             check_fits(self.blocks, fmt)
             return dict.fromkeys(self.blocks, fmt)
         return nearest_formats(self.blocks, fmt)
+
+    def _windows(self, loading: bool) -> torch.Tensor | None:
+        """Tokens to calibrate weights on, int64 [n, T]."""
+        if (calibrate := self.options["calibrate"]) is None:
+            return None
+        if loading:
+            raise Unsupported("calibrate needs the whole model in 16 bits; load it without, then call halfbyte.hf.quantize")
+        check(bool(self.blocks), "calibrate is about weights in the blocks; name weights= as well, or leave it out")
+        check_targets(self.model, self.blocks)
+        return token_windows(self.model, calibrate)
 
     def mark(self, modules: dict[str, str]) -> None:
         """Say of the model which weights are quantized: name -> format, and those that were before."""

@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.utils import logging
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.experts import QuantExperts
@@ -40,6 +39,7 @@ from halfbyte.hf.mixtures import (
     use_experts,
 )
 from halfbyte.hf.model_support import blocks, encoder_blocks
+from halfbyte.hf.progress_bar import progress_bar
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.ops.all_reduce import AllReduce, of_all
 
@@ -48,9 +48,6 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "weights_proj
 
 #: Small layers that a model multiplies by itself, without calling them (Mamba).
 UNCALLED = frozenset({"dt_proj"})
-
-#: Seconds before a progress bar shows.
-_PATIENCE = 3.0
 
 
 def linear_size(module: Any) -> tuple[int, int] | None:
@@ -83,12 +80,13 @@ class Target:
             return ("weight",)
         return (self.projection, f"{self.projection}_bias") if layout(self.owner).has_bias else (self.projection,)
 
-    def quantized(self, fmt: Format, clip: str | None) -> QuantLayer:
+    def quantized(self, fmt: Format, clip: str | None, hessian: torch.Tensor | None = None) -> QuantLayer:
+        """hessian: of the inputs, for a linear layer only (`halfbyte.quantize`)."""
         if self.projection:
             return quantize_stack(self.owner, self.projection, self.shape[0], fmt, clip)
         if is_sorted(self.owner):
             return SortedExperts.from_stack(self.owner.weight, fmt, clip=clip)  # type: ignore[arg-type]
-        return QuantLinear.from_linear(self.owner, fmt, clip=clip)
+        return QuantLinear.from_linear(self.owner, fmt, clip=clip, hessian=hessian)
 
     def empty(self, fmt: Format, act_order: bool = False) -> QuantLayer:
         """What a checkpoint is loaded into."""
@@ -180,10 +178,15 @@ def check_loaded(chosen: Mapping[str, Target]) -> None:
         )
 
 
-def quantize_modules(model: Any, chosen: Mapping[str, tuple[Target, Format]], clip: str | None) -> None:
-    """Quantize weights, each to its format: all, or, on any error, none. The output layer gets a weight of its own."""
-    layers: dict[Target, QuantLayer] = {}
-    for name, (target, fmt) in logging.tqdm(chosen.items(), desc="Quantizing", unit=" weights", delay=_PATIENCE):
+def quantize_modules(
+    model: Any, chosen: Mapping[str, tuple[Target, Format]], clip: str | None, ready: Mapping[Target, QuantLayer]
+) -> None:
+    """Quantize weights, each to its format: all, or, on any error, none. The output layer gets a weight of its own.
+
+    ready: layers that are quantized already.
+    """
+    layers = dict(ready)
+    for name, (target, fmt) in progress_bar(chosen.items(), "Quantizing", "weights"):
         if target not in layers:
             layers[target] = quantized(name, target, fmt, clip)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -244,10 +247,10 @@ def untie(model: Any) -> None:
     model.all_tied_weights_keys = {}
 
 
-def quantized(name: str, target: Target, fmt: Format, clip: str | None) -> QuantLayer:
+def quantized(name: str, target: Target, fmt: Format, clip: str | None, hessian: torch.Tensor | None = None) -> QuantLayer:
     """The layer that takes the place of a weight; an error names it."""
     try:
-        return target.quantized(fmt, clip)
+        return target.quantized(fmt, clip, hessian)
     except InvalidArgument as error:
         raise InvalidArgument(f"{name}: {error}") from error
 

@@ -16,16 +16,16 @@ quantization follow their specifications.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 
 from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, weight_format
-from halfbyte.packing import pack_codes
+from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Format, weight_format
+from halfbyte.reference.codes import encode_unit, nearest_values, sorted_table, to_grid
 from halfbyte.reference.dequantize import dynamic_map, over_elements, plain_scales, values_of
+from halfbyte.reference.error_feedback import check_hessian, error_feedback
 from halfbyte.tensors import QuantTensor
 from halfbyte.transforms import refuse_transforms
 
@@ -34,18 +34,28 @@ F16_MAX = 65504.0
 #: Fractions of the range that the clip search of a weight tries besides 1. Above 1, the range exceeds the largest value, and the
 #: others may lie closer to their codes. 1/2 and 2 are the neighboring exponents of MX.
 RATIOS = (*(i / 20 for i in range(10, 31) if i != 20), 2.0)
+#: Most elements that share a scale whose clip is searched. In wider blocks the least squared error cuts off outliers, which real
+#: models cannot spare: they diverge less with the whole range.
+WIDEST = 32
 #: Most elements of a weight that are searched at once; temporary memory is a few times that, and on a CPU stays in cache.
 SEARCHED, SEARCHED_ON_CPU = 1 << 22, 1 << 18
 
 
 def quantize(
-    x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None, clip: str | None = None
+    x: torch.Tensor,
+    fmt: str | Format,
+    *,
+    scale: float | torch.Tensor | None = None,
+    clip: str | None = None,
+    hessian: torch.Tensor | None = None,
 ) -> QuantTensor:
     """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, weights [N, K] or [E, N, K] with a weight format.
 
-    scale   a number that fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate
-    clip    "search": each scale of a weight covers the fraction of its range (`RATIOS`) with the least squared error; no
-            calibration data. None: the whole range
+    scale    a number that fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate
+    clip     "search": each scale of a weight that at most `WIDEST` elements share covers the fraction of its range (`RATIOS`) with
+             the least squared error; wider blocks keep the whole range. No calibration data. None: the whole range
+    hessian  [K, K] for a weight [N, K]: the sum of x x^T over inputs x of its layer. Errors of columns are fed back to others
+             (`error_feedback`). Clips, of blocks of any width, are those of the least squares, weighed by the inputs of columns
 
     The result has no gradient, even if x requires one. Raises `InvalidArgument` for NaN or infinity in `x`, for a shape the format
     does not divide, and for a scale beyond fp16.
@@ -61,6 +71,10 @@ def quantize(
     if fmt.granularity in ("token", "channel") and x.ndim != 4:
         raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantizes keys or values [B, H, T, D]")
     check_clip(clip, fmt)
+    if hessian is not None:
+        is_matrix = x.ndim == 2 and WEIGHT_FORMATS.get(fmt.name) == fmt
+        check(is_matrix, f"hessian is for a weight [N, K] and its formats; x has {x.ndim} axes, and {fmt.name} was named")
+        check_hessian(hessian, x.shape[1])
     tensor_scale = None if scale is None else fixed_scale(scale, fmt, x.device)
     check_finite(x, "x")
     wide, x = x, x.to(fmt.code.dtype) if fmt.scale is None else x.float()
@@ -69,10 +83,14 @@ def quantize(
     if fmt.scale is None:
         return QuantTensor(fmt, tuple(x.shape), x)
     top = _tensor_scale(x, fmt) if fmt.tensor_scale else None
-    ratio = None if clip is None else _best_ratios(x, fmt, top)
+    searches = hessian is not None or (clip is not None and has_searched_clip(fmt))
+    ratio = _best_ratios(x, fmt, top, None if hessian is None else hessian.diagonal().float()) if searches else None
     scales, offsets = _measure_stored(x, fmt, ratio, top) if tensor_scale is None else (tensor_scale, None)
     check_range(scales, offsets, fmt)
-    codes = encode(x, plain_scales(scales, fmt, top), offsets, fmt)
+    plain = plain_scales(scales, fmt, top)
+    if hessian is not None and x.numel():
+        x = _fed_back(x, plain, offsets, fmt, hessian)
+    codes = encode(x, plain, offsets, fmt)
     if fmt.scale.nested is not None:
         return _nest(fmt, x, codes, scales)
     return QuantTensor(fmt, tuple(x.shape), codes, scales, offsets, top)
@@ -116,6 +134,11 @@ def check_clip(clip: str | None, fmt: Format) -> None:
     check(clip in (None, "search"), f"clip={clip!r}; expected None, or 'search' for the range with the least squared error")
     weight = WEIGHT_FORMATS.get(fmt.name) == fmt
     check(clip is None or weight, f"clip={clip!r} searches the range of weights; {fmt.name} is a format of keys and values")
+
+
+def has_searched_clip(fmt: Format) -> bool:
+    """Whether clip="search" searches the clip of a weight format; others keep the whole range."""
+    return fmt.scale is not None and (fmt.scale.group or math.inf) <= WIDEST
 
 
 def check_finite(x: torch.Tensor, name: str) -> None:
@@ -228,39 +251,6 @@ def _is_constant(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return blocks.amax(axes) == blocks.amin(axes)
 
 
-def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
-    """Stored codes of values already divided by their scale: nearest, saturating; codes of less than 8 bits packed."""
-    if code.kind == "affine":
-        q = unit.round().clamp(code.lo, code.hi) + code.bias
-        return q.to(torch.int8) if code.dtype is torch.int8 else pack_codes(q.to(torch.uint8), code.bits)
-    if code.is_e4m3:
-        return unit.clamp(-code.reach, code.reach).to(code.dtype).view(torch.uint8)
-    return pack_codes(_nearest(unit, code), code.bits)
-
-
-def _nearest(unit: torch.Tensor, code: Code) -> torch.Tensor:
-    """Index of the nearest value of a lookup code; -0 is written as code 0."""
-    order, bounds, signed = _sorted_table(code)
-    x = unit.abs() if signed else unit
-    index = torch.zeros_like(x, dtype=torch.uint8)
-    for bound in bounds:  # ten times as fast as a binary search for each number
-        index += x > bound
-    q = index if order == sorted(order) else torch.tensor(order, dtype=torch.uint8, device=unit.device)[index.int()]
-    return q + 8 * (unit < 0).to(torch.uint8) if signed else q
-
-
-@functools.cache
-def _sorted_table(code: Code) -> tuple[list[int], list[float], bool]:
-    """(codes ordered by value, the largest number that each but the last encodes, whether values are magnitudes)."""
-    assert code.values is not None
-    signed = code.values[8] == 0  # sign-magnitude: search magnitudes, add the sign bit
-    ascending, order = torch.tensor(code.values[:8] if signed else code.values, dtype=torch.float32).sort()
-    bounds = (ascending[1:] + ascending[:-1]) / 2
-    if code.ties == "even":  # else a tie goes to the lower value
-        bounds[1::2] = bounds[1::2].nextafter(bounds.new_zeros(()))
-    return order.tolist(), bounds.tolist(), signed
-
-
 # ---------------------------------------------------------------------------------- MXFP4, NVFP4 and double quantization
 
 
@@ -321,33 +311,52 @@ def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
     return QuantTensor(fmt, tuple(x.shape), codes, scale_codes, nested=torch.cat([absmax, mean.reshape(1)]))
 
 
-# -------------------------------------------------------------------------------------------------------- the clip search
+# -------------------------------------------------------------------------------------- error feedback and the clip search
+
+
+def _fed_back(
+    x: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, hessian: torch.Tensor
+) -> torch.Tensor:
+    """`error_feedback` of a weight [N, K] with plain scales."""
+    shape = tuple(x.shape)
+    scale = over_elements(scales.float(), fmt, shape).expand(shape).T.contiguous()
+    zeros = None if offsets is None else over_elements(offsets.float(), fmt, shape).expand(shape).T.contiguous()
+
+    def nearest(column: torch.Tensor, number: int) -> torch.Tensor:
+        zero = None if zeros is None else zeros[number]
+        return nearest_values(column / scale[number], zero, fmt.code).mul_(scale[number])
+
+    return error_feedback(x, hessian, nearest)
 
 
 def _clipped(end: torch.Tensor, ratio: float | torch.Tensor | None) -> torch.Tensor:
     return end if ratio is None else end * ratio
 
 
-def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
-    """For each scale of a weight, the ratio with the least squared error, in the shape of the scales; 1 wins ties."""
+def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None, by_column: torch.Tensor | None) -> torch.Tensor:
+    """For each scale of a weight, the ratio with the least squared error, in the shape of the scales; 1 wins ties.
+
+    by_column: [K], what the squares of a column are multiplied by.
+    """
     rows = max(1, (SEARCHED_ON_CPU if x.is_cpu else SEARCHED) // max(1, x.shape[-1]))
     tops = [top] if top is None or top.numel() == 1 else top.flatten().split(rows)
     pieces = x.flatten(0, -2).split(rows)
-    return torch.cat([_search(piece, fmt, tops[i % len(tops)]) for i, piece in enumerate(pieces)]).view(
+    return torch.cat([_search(piece, fmt, tops[i % len(tops)], by_column) for i, piece in enumerate(pieces)]).view(
         fmt.scale_shape(tuple(x.shape))
     )
 
 
-def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
-    if fmt.code.values is not None and _sorted_table(fmt.code)[2]:
+def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None, by_column: torch.Tensor | None) -> torch.Tensor:
+    if fmt.code.values is not None and sorted_table(fmt.code)[2]:
         x = x.abs()  # as exact as x itself, and half the table
     extent = _extent(x, fmt) if x.numel() else (x.new_zeros(fmt.scale_shape(tuple(x.shape))),) * 2
     blocks, _ = in_blocks(x, fmt)
+    factors = None if by_column is None else in_blocks(by_column.unsqueeze(0), fmt)[0]
     scratch = torch.empty(3, *blocks.shape, device=x.device)
     best = torch.ones(fmt.scale_shape(tuple(x.shape)), device=x.device)
-    least = _squared_error(blocks, *_stored_scales(extent, fmt, None, top), fmt, top, scratch)
+    least = _squared_error(blocks, *_stored_scales(extent, fmt, None, top), fmt, top, scratch, factors)
     for ratio in RATIOS:
-        error = _squared_error(blocks, *_stored_scales(extent, fmt, ratio, top), fmt, top, scratch)
+        error = _squared_error(blocks, *_stored_scales(extent, fmt, ratio, top), fmt, top, scratch, factors)
         best = best.masked_fill(error < least, ratio)  # false for NaN, the error of a scale beyond fp16
         least = least.fmin(error)
     return best
@@ -360,23 +369,15 @@ def _squared_error(
     fmt: Format,
     top: torch.Tensor | None,
     scratch: torch.Tensor,
+    factors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The squared error of each block, in the shape of the scales, before the scales are nested; scratch [3, *blocks.shape]."""
+    """The squared error of each block, in the shape of the scales, before the scales are nested; scratch [3, *blocks.shape].
+
+    factors: what squares are multiplied by, as one row of the weight in blocks.
+    """
     column = (*blocks.shape[:-1], 1)
     scale = plain_scales(stored, fmt, top).view(column)
     unit = torch.div(blocks, scale, out=scratch[0])
-    unit = _to_grid(unit, None if offsets is None else offsets.float().view(column), fmt.code, scratch)
-    return unit.mul_(scale).sub_(blocks).square_().sum(-1).view(stored.shape)
-
-
-def _to_grid(unit: torch.Tensor, zero: torch.Tensor | None, code: Code, scratch: torch.Tensor) -> torch.Tensor:
-    """`unit`, which is scratch[0], rounded to the values of codes: as `encode_unit` and `decode_unit`, without packing them."""
-    if code.kind == "affine":
-        unit.round_()
-        return unit.clamp_(code.lo, code.hi) if zero is None else unit.add_(zero).clamp_(code.lo, code.hi).sub_(zero)
-    order, bounds, _ = _sorted_table(code)
-    values = [code.values[i] for i in order] if code.values else []
-    above, value = scratch[1], scratch[2].fill_(values[0])
-    for bound, low, high in zip(bounds, values, values[1:], strict=False):
-        value.add_(torch.gt(unit, bound, out=above), alpha=high - low)
-    return value
+    unit = to_grid(unit, None if offsets is None else offsets.float().view(column), fmt.code, scratch)
+    errors = unit.mul_(scale).sub_(blocks).square_()
+    return (errors if factors is None else errors.mul_(factors)).sum(-1).view(stored.shape)

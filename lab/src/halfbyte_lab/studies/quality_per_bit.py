@@ -17,6 +17,7 @@ from pathlib import Path
 from halfbyte.evals.quality import Setting, every_kv_setting
 from halfbyte.evals.text import ByteTokenizer, windows
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+from halfbyte.reference.quantize import has_searched_clip
 from halfbyte.settings import CLIP
 from halfbyte.settings import KEYS as DEFAULT_KEYS
 from halfbyte.settings import VALUES as DEFAULT_VALUES
@@ -52,8 +53,9 @@ TEXT, QUICK_TEXT = (3, 256), (1, 128)
 BITS, QUICK_BITS = (3.0, 3.5, 4.5, 5.5, 6.5), (4.5,)
 FORMATS = ("int8", "int8_channel", "int4", "int4_g32", "int4_channel", "int2", "int2_g32")
 DEFAULT, OF_DEFAULT_WEIGHTS = Setting(DEFAULT_KEYS, DEFAULT_VALUES), Setting(weights=DEFAULT_WEIGHTS, clip=CLIP)
-#: Weights of four bits: each with its range as it is, and clipped by search.
+#: Weights of four bits, and those whose clip is searched, too.
 WEIGHTS = tuple(name for name, fmt in WEIGHT_FORMATS.items() if fmt.code.bits == 4)
+CLIPPED = tuple(name for name in WEIGHTS if has_searched_clip(WEIGHT_FORMATS[name]))
 #: Tokens of a text with its continuation, nearly all that the shipped model has positions for; and the caches that continue it.
 CONTEXT, QUICK_CONTEXT = 2000, 160
 CONTINUED = (
@@ -96,7 +98,7 @@ def jobs(session: Session) -> list[Job]:
     text, bits = (QUICK_TEXT, QUICK_BITS) if quick else (TEXT, BITS)
     alike = tuple(s for s in settings() if not quick or s.kv in QUICK)
     keys = tuple(dict.fromkeys((str(s.keys), s.rotate_keys is True) for s in alike))
-    weights = [Setting(weights=w, clip=clip) for w in WEIGHTS for clip in (None, "search")]
+    weights = [Setting(weights=w) for w in WEIGHTS] + [Setting(weights=w, clip=CLIP) for w in CLIPPED]
     weights = [s for s in weights if not quick or formats_of(s) in QUICK]
     all_jobs: list[Job] = []
     for name, outliers in MODELS.items():
