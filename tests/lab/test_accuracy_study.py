@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import ByteTokenizer, heldout_text, windows
 from halfbyte.formats import KV_FORMATS
 from halfbyte.memory import meta_model, packed_layers
+from halfbyte_lab.evals import real_model
 from halfbyte_lab.evals.outliers import Heads, recorded_heads
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.records import Record
@@ -177,6 +179,31 @@ def test_the_chart_of_a_real_model_has_the_toy_and_what_is_safe_beside() -> None
     assert "Q4_K_M" in of_weights
     assert evidence.drawn([*toy]) == []
     assert evidence.verdicts([floor, int8]) == {"bf16": True, "int8": True}
+
+
+def test_calibrated_weights_are_judged_on_other_text() -> None:
+    """On the shipped model: both ways of rounding, and how much less one diverges."""
+    session = Session.start(Options(device="cpu", quick=True))
+    records = list(evidence.CalibratedJob("int4_g64", False).measure(session))
+    assert [(r.case, r.formats) for r in records] == [("prose, fp32", "int4_g64"), ("prose, fp32", "int4_g64 calibrated")]
+    nearest, calibrated = (r.error or 0.0 for r in records)
+    assert 0 < calibrated < 0.8 * nearest
+    assert all(0 < (r.noise or 0.0) < (r.error or 0.0) for r in records)
+    (row,) = evidence.calibrated_table(records)[1]
+    assert row == ("prose, fp32", "int4_g64", f"{nearest:.3f}", f"{calibrated:.3f}", f"{100 * (1 - calibrated / nearest):.0f}")
+    read, judged = evidence._calibration_tokens(session, ByteTokenizer())
+    assert bytes(judged["prose"][0].tolist()) not in bytes(read.flatten().tolist())
+
+
+def test_dither_moves_weights_by_half_a_step_at_most() -> None:
+    model = SimpleNamespace(model=SimpleNamespace(layers=torch.nn.ModuleList([torch.nn.Linear(64, 8)])))
+    before = model.model.layers[0].weight.detach().clone()
+    after = real_model.dithered(model).model.layers[0].weight.detach()
+    groups = before.unflatten(-1, (-1, 32))
+    steps = (after - before).unflatten(-1, (-1, 32)) / ((groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15)
+    assert 0.45 < float(steps.abs().max()) <= 0.5 + 1e-4
+    assert float(steps.std()) == pytest.approx(12**-0.5, rel=0.1)
+    assert torch.equal(model.model.layers[0].weight, before)
 
 
 def test_a_group_that_fails_is_measured_setting_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:

