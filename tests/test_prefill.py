@@ -81,6 +81,7 @@ def test_padding_is_a_sequence_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
     def flash(q: Any, k: Any, v: Any, at_q: Any, at_k: Any, most_q: int, most_k: int, *flags: Any, **options: Any) -> Any:
         assert flags == (0.0, True, False)
+        assert v.shape[2] == q.shape[2], "FlashAttention takes heads of one size"
         assert torch.equal(at_q, at_k)
         assert (at_q.dtype, most_q, most_k) == (torch.int32, 50, 50)
         left = options["window_size_left"]
@@ -97,6 +98,7 @@ def test_padding_is_a_sequence_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     q, k, v = tokens(4, 50)
+    v = v[..., :48]
     starts = torch.tensor([0, 7, 50, 99], dtype=torch.int32)
     for o in (
         AttentionOptions(0.1, starts=starts),
@@ -111,9 +113,12 @@ def test_padding_is_a_sequence_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert _fused.causal(q, k, v, AttentionOptions(0.1, window=9)) is None
 
 
+@pytest.mark.parametrize("value_dim", [64, 40])
 @pytest.mark.parametrize("choice", ["cudnn", "flash", "neither"])
-def test_torch_chooses_the_kernel(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_chooses_the_kernel(choice: str, value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of fewer dims than keys, as MLA's, get zeros behind them."""
     q, k, v = tokens(2, 30)
+    v[..., value_dim:] = 0
 
     def fused(name: str) -> Any:
         def run(q: Any, k: Any, v: Any, *args: Any, scale: float) -> Any:
@@ -128,10 +133,10 @@ def test_torch_chooses_the_kernel(choice: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: number)
     for name in ("cudnn", "flash"):
         monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention", fused(name), raising=False)
-    found = _fused.causal(q, k, v, AttentionOptions(0.2, window=30))
+    found = _fused.causal(q, k, v[..., :value_dim], AttentionOptions(0.2, window=30))
     assert (found is None) == (choice == "neither")
     if found is not None:
-        assert torch.equal(found[0], causal(q, k, v, AttentionOptions(0.2))[0])
+        assert torch.equal(found[0], causal(q, k, v, AttentionOptions(0.2))[0][..., :value_dim])
         assert found[1].shape == (2, 6, 30)
 
 
@@ -140,7 +145,7 @@ def test_torch_chooses_the_kernel(choice: str, monkeypatch: pytest.MonkeyPatch) 
     [
         (lambda q, k, v: (q.half(), k, v), {}),
         (lambda q, k, v: (q.float(), k.float(), v.float()), {}),
-        (lambda q, k, v: (q, k, v[..., :32]), {}),
+        (lambda q, k, v: (q[..., :32], k[..., :32], v), {}),
         (lambda q, k, v: (q[..., :60], k[..., :60], v[..., :60]), {}),
         (lambda q, k, v: (q[:, :, :1], k[:, :, :1], v[:, :, :1]), {}),
         (lambda q, k, v: (q[:0], k[:0], v[:0]), {}),

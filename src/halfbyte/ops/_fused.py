@@ -26,11 +26,14 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOption
     """
     if not _suits(q, k, v, o) or q.shape[0] == 0 or q.shape[2] <= 1:
         return None
-    q, k, v = map(_aligned, (q, k, v))
+    value_dim = v.shape[-1]
+    q, k, v = map(_aligned, (q, k, _widened(v, q)))
     with torch.autocast(q.device.type, enabled=False):  # some of these ops would be given another type
         if o.starts is None and (o.window is None or o.window >= q.shape[2]):
-            return _whole(q, k, v, o.sm_scale)
-        return _pieces(q, k, v, o)
+            result = _whole(q, k, v, o.sm_scale)
+        else:
+            result = _pieces(q, k, v, o)
+    return None if result is None else (result[0][..., :value_dim], result[1])
 
 
 def ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, most: int, o: AttentionOptions) -> Part | None:
@@ -41,7 +44,8 @@ def ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tens
     if not _suits(q, k, v, o) or not _takes_ragged(q, len(bounds) - 1):
         return None
     bounds = bounds.clamp(0, len(q)).cummax(0).values  # whatever it holds, no kernel leaves q
-    out, lse = _flash(_aligned(q), _aligned(k), _aligned(v), bounds, most, o)
+    out, lse = _flash(_aligned(q), _aligned(k), _aligned(_widened(v, q)), bounds, most, o)
+    out = out[..., : v.shape[-1]]
     padding = torch.arange(len(q), device=q.device) >= bounds[-1]  # which is not written
     return out.masked_fill(padding[:, None, None], 0), lse.t().masked_fill(padding[:, None], -torch.inf)
 
@@ -49,8 +53,14 @@ def ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tens
 def _suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> bool:
     """Whether torch has kernels for these types, sizes and options."""
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    sizes = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and 8 <= q.shape[-1] <= 256
+    sizes = q.shape[-1] >= v.shape[-1] and q.shape[-1] % 8 == 0 and 8 <= q.shape[-1] <= 256
     return alike and sizes and o.softcap is None and o.alibi_slopes is None and o.sm_scale > 0
+
+
+def _widened(v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Values with zeros behind them, as wide as queries: kernels take one size (keys of MLA have rotary dims besides)."""
+    missing = q.shape[-1] - v.shape[-1]
+    return torch.nn.functional.pad(v, (0, missing)) if missing else v
 
 
 def _takes_ragged(q: torch.Tensor, sequences: int) -> bool:

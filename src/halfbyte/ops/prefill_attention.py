@@ -45,8 +45,8 @@ def prefill_attention(
     `decode_attention`; `starts` counts from the cache's start. latent_heads: the cache holds latents (MLA), which these expand; k
     and v, expanded, have as many heads as q.
 
-    On a GPU, with impl="auto", torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of one size up to
-    256, no softcap, no ALiBi).
+    On a GPU, with impl="auto", torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of up to 256, of
+    values no larger than of keys, no softcap, no ALiBi).
     """
     is_latent = latent_heads is not None
     check(not is_latent or sm_scale is not None, "sm_scale is None; with latent_heads pass that of the model's own heads")
