@@ -31,6 +31,7 @@ LAYER = DecodeProblem(
     *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False),
     deterministic_batch=False,
 )
+LATENT = {"heads": 1, "group": 16, "dim": 64, "value_dim": 512, "keys": "int8", "values": "int8", "latent": True}
 
 
 def tuned(p: DecodeProblem, num_sms: int = 132, capability: tuple[int, int] = (9, 0)) -> DecodePlan:
@@ -103,7 +104,12 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
         ({"aligned": False}, "not aligned to 16 bytes"),
         ({"keys": "fp16"}, "bf16 queries over fp16"),
         ({"page": 24}, "pages of 24 tokens"),
-        ({"latent": True}, "only the portable kernel reads them, several times slower"),
+        ({"latent": True}, "latents (MLA) of 8 KV heads"),
+        ({**LATENT, "deterministic_batch": True, "page": 16}, "deterministic_batch=True"),
+        ({**LATENT, "recent_tokens": 16}, "16 exact tokens"),
+        ({**LATENT, "values": "int4_g32"}, "takes no groups, channels or 16-bit latents"),
+        ({**LATENT, "queries": 33}, "latents (MLA) with 33 new tokens"),
+        ({**LATENT, "value_dim": 1024}, "head dim 1024 in int8 is outside"),
         ({"dim": 96, "keys": "int8_g32"}, "3 groups a head is not a power of two"),
         ({"group": 64, "queries": 3}, "192 query rows per KV head; tuned kernels take up to 128"),
         ({"group": 17, "dim": 256, "value_dim": 256}, "17 query rows per KV head exceed the registers of the tuned kernels"),
@@ -280,6 +286,17 @@ def test_latents_take_small_tiles_of_the_portable_kernel() -> None:
     for values, tokens in (("int8", 32), ("int4_g32", 16)):
         tiles = portable_plan(replace(latent, values=values), 132, (9, 0))
         assert (tiles.block_rows, tiles.block_tokens, tiles.num_warps) == (16, tokens, 8)
+
+
+@pytest.mark.parametrize(
+    ("group", "queries", "rows", "items"),
+    [(16, 1, 16, 1), (20, 1, 32, 1), (128, 1, 32, 4), (16, 3, 32, 2), (20, 4, 32, 4), (2, 9, 32, 1), (5, 7, 16, 5)],
+)
+def test_heads_over_latents_are_divided_into_work_items(group: int, queries: int, rows: int, items: int) -> None:
+    for values in ("int8", "int4", "fp8", "int8_tensor"):
+        plan = tuned(replace(LAYER, **LATENT | {"values": values, "group": group, "queries": queries}))  # type: ignore[arg-type]
+        assert (plan.spec.padded_rows, plan.work_items) == (rows, items * LAYER.batch), plan.why
+        assert "over latents" in plan.describe()["kernel"]
 
 
 def test_an_old_gpu_is_refused() -> None:

@@ -15,7 +15,7 @@ from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.plans.decode_attention import gluon_plan, plans_of
 from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.decode_spec import DecodePlan, DecodeWgmmaSpec
-from variants.decode_sample import Sample, sample
+from variants.decode_sample import Sample, latents, sample
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
@@ -23,7 +23,7 @@ _CHANNELS = "up to 152 bytes, where more than 8 query rows take per-channel scal
 _TAIL = "up to 208 bytes, where 16 query rows, or heads of 256, take a tail: none in the loop over tiles but with heads of 256"
 _SPLITS = "up to 96 bytes, where queries stay in registers while splits of fixed size are added, of 16 rows or with a tail"
 _FULL = "up to 192 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
-
+_LATENTS = "up to 800 bytes: queries of an item and sums of parts; with 64 rows a few words in the loop over tiles, too"
 
 #: Calls of the sample that are compiled with `deterministic_batch`, too.
 _INVARIANT = {
@@ -38,6 +38,16 @@ _INVARIANT = {
     "int4-int4-D128-G8-L1-tokens-first",
     "int4-int4-D128-G8-L1-recent",
 }
+#: Keys, values, query heads, new tokens, page.
+_OVER_LATENTS = (
+    ("int8", "int8", 16),
+    ("int8", "int4", 16, 1, 64),
+    ("bf16", "int8", 10),
+    ("fp8", "fp8", 32),
+    ("int8", "int4", 16, 2),
+    ("int8", "int8", 128),
+    ("int8", "int4", 128, 1, 16),
+)
 
 
 def configurations() -> list[Configuration]:
@@ -48,6 +58,7 @@ def configurations() -> list[Configuration]:
         for one in calls
         if one.name in _INVARIANT
     ]
+    calls += [latents(*of) for of in _OVER_LATENTS]
     blocks = product((("int8", "int4_g32"), ("int4", "int4")), (0, 4, 16, 512))
     return [c for one in calls for c in _configurations(one)] + [c for formats, most in blocks for c in _blocks(*formats, most)]
 
@@ -61,6 +72,8 @@ def _configurations(one: Sample) -> Iterator[Configuration]:
             spec = plan.spec
             full = capability != (9, 0) and (problem.dim > 128 or problem.group >= 16 or not lean)
             spilling = _FULL if full else _SUMS if isinstance(spec, DecodeWgmmaSpec) else ""
+            if spec.latent:
+                spilling = _LATENTS
             if spec.keys.block and (spec.padded_rows > 8 or capability[0] == 8):
                 spilling = _CHANNELS
             if spec.tail_rows and spec.numbers > 1024:

@@ -12,15 +12,15 @@ from halfbyte.kernels.decode.portable import launch, workspace_floats
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.plans.decode_portable import portable_plan, triton_tiles
 from halfbyte.plans.decode_problem import problem_of
-from variants.decode_sample import Sample, sample
+from variants.decode_sample import Sample, latents, sample
 
 
 def configurations() -> list[Configuration]:
     """Those of every call of the sample; of latents; and of ragged queries: a prompt with decodes, and few, which are split."""
     found = [c for one in sample() for c in _configurations(one)]
     formats = ("bf16", "bf16"), ("bf16", "int8"), ("int8", "int4_g32"), ("fp8", "fp8")
-    latents = [c for keys, values in formats for c in _latents(keys, values)]
-    return [*found, *latents] + [
+    of_latents = [c for keys, values in formats for c in _latents(keys, values)]
+    return [*found, *of_latents] + [
         c
         for tokens in (576, 20)
         for keys, values in (("int8", "int4_g32"), ("int4", "int4"))
@@ -42,10 +42,8 @@ def _ragged(keys: str, values: str, tokens: int) -> list[Configuration]:
 
 
 def _latents(keys: str, values: str) -> list[Configuration]:
-    """A step of 16 heads over latents of 512 dims with rotary keys of 64, as in DeepSeek V2 Lite; more heads take more programs."""
-    k, v = (kv_buffer(KV_FORMATS[name], (16, 1, 4096, dim), 16, torch.bfloat16) for name, dim in ((keys, 64), (values, 512)))
-    q = empty(16, 16, 1, 576, dtype=torch.bfloat16)
-    call = DecodeCall(q, k, v, empty(16), empty(16), None, AttentionOptions(0.1), latent=True)
+    """A step of 16 heads over latents, as in DeepSeek V2 Lite; more heads take more programs."""
+    call = latents(keys, values, 16).call._replace(query_start=empty(16))
     tiles = portable_plan(problem_of(call), 132, (8, 0))
     out, lse = call.new_results()
     partial = empty(workspace_floats(lse.numel(), 512, tiles.splits), dtype=torch.float32)

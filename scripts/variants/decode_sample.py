@@ -99,6 +99,16 @@ def sample() -> Iterator[Sample]:
             yield _call(name, values, 128, 8, 1, 0, "")
 
 
+def latents(keys: str, values: str, heads: int, queries: int = 1, page: int = 0) -> Sample:
+    """Queries of so many heads over latents of 512 dims with rotary keys of 64 (MLA), of 16 sequences."""
+    rows = (16 * 4096 // page, 1, page) if page else (16, 1, 4096)
+    k, v = (kv_buffer(KV_FORMATS[name], (*rows, dim), 16, torch.bfloat16) for name, dim in ((keys, 64), (values, 512)))
+    q, table = empty(16, heads, queries, 576, dtype=torch.bfloat16), empty(16, 4096 // page) if page else None
+    call = DecodeCall(q, k, v, empty(16), None, table, AttentionOptions(0.1), latent=True)
+    name = "-".join([keys, values, "latent", f"G{heads}", f"L{queries}", *([f"page{page}"] if page else [])])
+    return Sample(name, call, *call.new_results(), call.lengths)
+
+
 def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Sample:
     dtype = torch.float16 if keys == values == "fp16" else torch.bfloat16
     batch, heads, capacity = 64 if "many" in options else 16, 8, 4096

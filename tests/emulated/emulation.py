@@ -57,10 +57,11 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call by the tuned kernel of a Hopper GPU with so many multiprocessors."""
     cache, given = call.cache, dict(call.options)
-    start = given.pop("query_start", None)
+    start, latent = given.pop("query_start", None), given.pop("latent", False)
     options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5, "rotate_keys": cache.rotate_keys} | given)
     kv = cache.keys, cache.values, cache.lengths
-    return run(DecodeCall(call.q, *kv, start, cache.page_table, options, "gluon", deterministic_batch), order, num_sms, backwards)
+    whole = DecodeCall(call.q, *kv, start, cache.page_table, options, "gluon", deterministic_batch, latent=latent)
+    return run(whole, order, num_sms, backwards)
 
 
 def run(call: DecodeCall, order: Order, num_sms: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

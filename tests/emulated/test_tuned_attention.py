@@ -18,6 +18,7 @@ from halfbyte.reference.hadamard import rotate
 from varlen_cases import BAD_BOUNDS, MIXED, Batch, batch_of
 
 PLAIN = frozenset[str]()
+LATENT: dict[str, Any] = {"dim": 64, "value_dim": 512, "latent": True}
 ROTATED = frozenset({"rotate"})
 CASES = {
     "int4": Case(Variant("int4", "int4", group=8), 1, (300, 7)),
@@ -119,6 +120,16 @@ CASES = {
         (70, 24),
     ),
     "a prompt of 16 bits": Case(Variant("bf16", "bf16", group=1, queries=70), 2, (70, 100)),
+    "latents, 16 heads": Case(Variant("int8", "int8", group=16, **LATENT), 1, (300, 7)),
+    "latents in pages, rotary keys in 16 bits": Case(Variant("bf16", "int4", group=10, page=16, **LATENT), 1, (130, 0, 47)),
+    "latents, 128 heads": Case(Variant("fp8", "int8_tensor", group=128, **LATENT), 1, (70, 9), early=True, v_scale=100.0),
+    "latents, every option": Case(
+        Variant("int8", "int4", group=8, queries=3, options=frozenset({"window", "alibi", "softcap"}), **LATENT), 1, (140, 31)
+    ),
+    "latents, rotated keys, starts": Case(
+        Variant("int4", "int2", group=12, dtype="float16", options=frozenset({"rotate", "starts"}), **LATENT), 1, (100, 9), slack=7
+    ),
+    "latents of 256 dims": Case(Variant("int8", "fp8", group=5, dim=32, value_dim=256, latent=True), 1, (90, 64)),
     "40 rows, many sequences": Case(Variant("int4", "int4", group=8, queries=5, batch=32), 2, tuple(range(0, 160, 5))),
 }
 

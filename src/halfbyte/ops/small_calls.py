@@ -102,7 +102,7 @@ def attention_error(
         q, sequences = even.q.transpose(1, 2).flatten(0, 1), 2 * batch + 1
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * spec.queries
         small = even._replace(q=q.transpose(0, 1)[None], cu_seqlens_q=bounds, max_query_len=spec.queries + 1)
-    items = sequences * small.keys.heads // spec.heads
+    items = sequences * small.q.shape[1] * spec.queries // spec.rows // spec.heads
     groups = -(-small.capacity // (spec.split * spec.reduce_fanin)) if spec.split else 0
     plan = replace(plan, programs=2 * items, work_items=items, groups=groups, blocks=plan.blocks and sequences, first_block=0)
     results = small.new_results()

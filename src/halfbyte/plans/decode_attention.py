@@ -13,13 +13,15 @@ from halfbyte.errors import Unsupported
 from halfbyte.formats import kv_format
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan
 from halfbyte.plans.decode_problem import DTYPES, DecodeProblem
-from halfbyte.plans.decode_shapes import MOST_ROWS, fastest, many_rows
+from halfbyte.plans.decode_shapes import MOST_ROWS, fastest, latents, many_rows
 from halfbyte.plans.decode_spec import DecodePlan, DecodeSpec
 from halfbyte.plans.kv_codec import KVSpec, kv_spec, padded
 from halfbyte.reference.hadamard import block_size
 
 #: The tuned kernel counts tokens in 32 bits: the most tokens (of all heads) and sequences of a call.
 MOST_TOKENS, MOST_SEQUENCES = 2**32, 4096
+#: Dims of a latent (MLA) at most.
+WIDEST_LATENT = 512
 #: Query rows per KV head times head_dim that the registers of the kernel for few rows hold.
 MOST_NUMBERS = 4096
 
@@ -28,7 +30,8 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     """How the tuned kernel runs this problem, or the reason why it cannot."""
     refusal = _refusal(p, capability)
     keys = kv_spec(kv_format(p.keys), p.dim, p.k_token_stride, p.k_scale_stride)
-    values = kv_spec(kv_format(p.values), p.value_dim, p.v_token_stride, p.v_scale_stride)
+    widest = WIDEST_LATENT if p.latent else 256
+    values = kv_spec(kv_format(p.values), p.value_dim, p.v_token_stride, p.v_scale_stride, widest)
     if refusal or isinstance(keys, str) or isinstance(values, str):
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     limit = block_shared_memory(capability)
@@ -52,6 +55,8 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
         sink_tokens=p.sink_tokens,
         recent_tokens=p.recent_tokens,
     )
+    if p.latent:
+        return latents(spec, p, num_sms, limit)
     dim = max(p.dim, p.value_dim)
     if spec.padded_rows * dim <= MOST_NUMBERS:
         return fastest(spec, p, num_sms, limit)
@@ -69,6 +74,8 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
 
     On Hopper as many as the wgmma kernel takes, if it reads these keys and values: not with sink or recent tokens, for instance.
     """
+    if p.latent:
+        return 0
     narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
     if p.rows <= narrow:
         many = p.batch > MOST_SEQUENCES or p.batch * p.heads * p.capacity > MOST_TOKENS
@@ -133,7 +140,7 @@ def _blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProble
     if not p.ragged:
         queries = queries_of_a_block(p, capability)
         return replace(p, queries=queries, batch=p.batch * -(-p.queries // queries)) if queries else None
-    if p.page and not (p.sink_tokens or p.recent_tokens or kv_format(p.keys).token_block):
+    if p.page and not p.latent and not (p.sink_tokens or p.recent_tokens or kv_format(p.keys).token_block):
         return ragged_blocks(p, most, capability)
     return None
 
@@ -142,8 +149,6 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, most checks of formats aside; "" if it can."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
-    if p.latent:
-        return "keys made of latents (MLA); only the portable kernel reads them, several times slower"
     if p.ragged:
         return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:

@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from halfbyte.plans.decode_problem import DecodeProblem
-from halfbyte.plans.decode_spec import DecodePlan, DecodeSpec, DecodeWgmmaSpec
+from halfbyte.plans.decode_spec import DecodeLatentSpec, DecodePlan, DecodeSpec, DecodeWgmmaSpec
 from halfbyte.plans.toolchain import takes_any_part
 
 #: Query rows of a KV head that a program of the wgmma kernel holds: 16 per warp.
@@ -75,13 +75,15 @@ def fastest(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> Dec
 
 def _planned(shape: Shape, p: DecodeProblem, num_sms: int, limit: int) -> DecodePlan:
     """The plan of a shape: how many programs share the work."""
-    spec, items = shape.spec, p.batch * p.heads // shape.spec.heads
+    spec, items = shape.spec, p.batch * p.heads * p.rows // shape.spec.rows // shape.spec.heads
     count = programs(items, num_sms * shape.per_sm)
     tiles, item = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if spec.heads == 1 else "two KV heads"
     why = f"{count} programs of {spec.warps} warps, {tiles}; {items} work items ({item} of a sequence each)"
     if spec.split:
         return DecodePlan(spec, count, items, why, -(-p.capacity // (spec.split * spec.reduce_fanin)))
     spec = replace(spec, reduce_fanin=reduce_fanin_of(count, items))
+    if spec.latent:
+        return DecodePlan(spec, count, items, why)
     if spec.wgmma:
         return DecodePlan(spec, count, items, f"wgmma with up to {spec.padded_rows} rows; {why}")
     return DecodePlan(with_reduce_smem(spec, limit), count, items, why)
@@ -241,6 +243,34 @@ def many_rows(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> D
         if per_sm * (spec.shared_bytes + 2 * _DRIVER_BYTES) <= limit:
             return _planned(Shape(spec, per_sm), p, num_sms, limit)
     return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
+
+
+# --------------------------------------------------------------------------------------------------------------------- latents
+
+#: Query rows of a work item over latents (MLA) at most.
+LATENT_ROWS = 32
+
+
+def latents(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> DecodePlan | str:
+    """The plan of the kernel over latents (MLA), or why it cannot: a work item has as many query heads as there are rows for."""
+    keys, values = base.keys, base.values
+    if p.heads > 1 or p.deterministic_batch or base.tail_rows:
+        other = f"deterministic_batch={p.deterministic_batch}, {base.tail_rows} exact tokens"
+        return f"latents (MLA) of {p.heads} KV heads, {other}; the tuned kernel takes one head, and neither of these"
+    grouped = keys.groups > 1 or values.groups > 1 or keys.block
+    if grouped or values.codes_per_word == 1 or _dims(base) != (p.dim, p.value_dim):
+        which = f"latents (MLA) in {p.values}, rotary keys in {p.keys}"
+        return f"{which}: the tuned kernel takes no groups, channels or 16-bit latents, and dims that are powers of two"
+    if p.queries > LATENT_ROWS:
+        return f"latents (MLA) with {p.queries} new tokens; the tuned kernel takes {LATENT_ROWS}"
+    for most, warps, per_sm, stages in ((32, 8, 1, 3), (32, 8, 1, 2), (16, 4, 2, 3), (16, 4, 2, 2), (16, 4, 1, 3), (16, 4, 1, 2)):
+        heads = max((n for n in range(1, p.group + 1) if p.group % n == 0 and n * p.queries <= most), default=0)
+        rows = heads * p.queries
+        tiles = {"warps": warps, "tokens": 16, "stages": stages, "rows": rows, "padded_rows": most, "heads": 1}
+        shape = Shape(DecodeLatentSpec(**vars(base) | tiles), per_sm)
+        if rows > most // 2 * (most > 16) and shape.fits(limit):
+            return _planned(shape, p, num_sms, limit)
+    return f"latents (MLA) in {p.values} take more than the {limit} bytes of shared memory that this GPU has"
 
 
 def with_reduce_smem(spec: DecodeSpec, limit: int) -> DecodeSpec:

@@ -37,6 +37,7 @@ class DecodeSpec(CompiledFor):
     split: int = 0  # tokens per partial result, for every batch; 0: those of a program's share
 
     wgmma: ClassVar[bool] = False  # whether it is the kernel for many query rows
+    latent: ClassVar[bool] = False  # or that over latents (MLA)
 
     @property
     def warps_q(self) -> int:
@@ -168,6 +169,33 @@ class DecodeWgmmaSpec(DecodeSpec):
 
 
 @dataclass(frozen=True)
+class DecodeLatentSpec(DecodeSpec):
+    """What the kernel over latents (MLA) is compiled for: warps divide a tile's tokens for scores, and dims for outputs."""
+
+    latent: ClassVar[bool] = True
+
+    @property
+    def warps_q(self) -> int:
+        return 1
+
+    @property
+    def equal_parts(self) -> bool:
+        return True  # memory is reinterpreted as a whole only
+
+    @property
+    def late(self) -> int:
+        """1: products with a tile's values run together with those with the keys of the next one, which takes a stage more."""
+        return int(self.stages > 2)
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.ring_bytes // self.stages * (self.stages + self.pad_slots)
+        queries = sum(2 * s.codes_per_word * s.padded for s in (self.keys, self.values))
+        weights = (2 * self.tile + 4 * self.warps) * (1 + self.late)
+        return ring + self.padded_rows * (queries + weights + 4 * self.warps)
+
+
+@dataclass(frozen=True)
 class DecodePlan:
     """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and their workspace.
 
@@ -206,7 +234,7 @@ class DecodePlan:
         if spec.split:
             splits = f"{spec.split} tokens each, whatever the batch; the last program to arrive reduces, in the order of tokens"
         return {
-            "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
+            "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma + ", over latents (MLA)" * spec.latent,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {share}",
             **tail,
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",

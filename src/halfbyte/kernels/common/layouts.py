@@ -51,8 +51,30 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.constexpr_function
+def latent_layout(C):
+    """The same over latents: warps divide tokens of scores and dims of outputs, which are the M axis."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, 8])
+
+
+@gluon.constexpr_function
+def _latent_sums(S, C):
+    """Outputs in `latent_layout`, by code of a word, as one tensor."""
+
+    def steps(axis, first, size):
+        return [[step if a == axis else 0 for a in range(3)] for step in (first << i for i in range(16)) if step < size]
+
+    down = 16 * C.warps
+    registers = steps(2, 1, S.operands) + [[0, 1, 0], [8, 0, 0]] + steps(1, 8, C.padded_rows) + steps(0, down, S.rows)
+    lanes = [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warps = [[step[0] % S.rows, 0, 0] for step in steps(0, 16, down)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [S.rows, C.padded_rows, S.operands])
+
+
+@gluon.constexpr_function
 def sum_layout(S, C):
     """[rows of an operand, query rows, operands of a group] over all threads of the block."""
+    if C.latent:
+        return _latent_sums(S, C)
     lanes = min(32, C.padded_rows)
     return gl.BlockedLayout([1, 1, S.operands], [32 // lanes, lanes, 1], [C.warps, 1, 1], [2, 1, 0])
 

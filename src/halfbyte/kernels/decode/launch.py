@@ -1,8 +1,9 @@
-"""Launching the tuned kernels of decode attention: few query rows decode/mma.py, many decode/wgmma.py."""
+"""Launching the tuned kernels of decode attention: few query rows mma.py, many wgmma.py, over latents (MLA) latents.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from triton.experimental import gluon
@@ -20,9 +21,10 @@ from halfbyte.kernels.decode.arguments import (
     arguments,
 )
 from halfbyte.kernels.decode.blocks import blocks_of
+from halfbyte.kernels.decode.latents import decode_latents
 from halfbyte.kernels.decode.mma import decode_few_rows
 from halfbyte.kernels.decode.wgmma import decode_many_rows
-from halfbyte.kv_buffer import DecodeCall
+from halfbyte.kv_buffer import DecodeCall, KVBuffer
 from halfbyte.plans.decode_spec import DecodePlan
 
 
@@ -36,7 +38,9 @@ def decode(
         q, keys, values, sequences, per_head, results, sm_scale, softcap, window, batch,
         heads, pages, capacity, k_scale_token, v_scale_token, page_table_stride,
     )  # fmt: skip
-    if C.wgmma:
+    if C.latent:
+        decode_latents(call, C)
+    elif C.wgmma:
         decode_many_rows(call, C)
     else:
         decode_few_rows(call, C)
@@ -50,8 +54,24 @@ def launches(
     if plan.blocks:
         blocks = blocks_of(call, plan)
         call = blocks.call
+    if spec.latent:
+        call = _in_blocks(call, call.q.shape[1] * spec.queries // spec.rows)
     # Without maxnreg the assembler spills for the sake of a third program, which shared memory has no room for.
     options = {"num_warps": spec.warps, "launch_pdl": spec.use_pdl, "maxnreg": 255}
     records = None if blocks is None else blocks.records
     attention = Launch(decode, (plan.programs,), arguments(call, results, workspace, spec, records), options)
     return [attention] if blocks is None else [blocks.launch, attention]
+
+
+def _in_blocks(call: DecodeCall, blocks: int) -> DecodeCall:
+    """A call over latents with its KV head as so many, all of them the same memory, each for some of the query heads."""
+    return call._replace(keys=_repeated(call.keys, blocks), values=_repeated(call.values, blocks))
+
+
+def _repeated(side: KVBuffer, heads: int) -> KVBuffer:
+    def of(t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is None or t.ndim < 3 else t.expand(-1, heads, *[-1] * (t.ndim - 2))
+
+    codes = of(side.codes)
+    assert codes is not None
+    return replace(side, codes=codes, scales=of(side.scales), offsets=of(side.offsets))

@@ -76,7 +76,7 @@ def rotate_operands(loaded, S: gl.constexpr, C: gl.constexpr):
 def rotate_rows(x, S: gl.constexpr, C: gl.constexpr):
     """Rows x [rows, dims] in `query_layout`, rotated, in fp32. A thread has the dims of 8 words, its neighbours the next ones."""
     OF_THREAD: gl.constexpr = 8 * S.codes_per_word
-    y = gl.reshape(x.to(gl.float32) * C.rotate**-0.5, [C.padded_rows, C.dim, 1])
+    y = gl.reshape(x.to(gl.float32) * C.rotate**-0.5, [C.padded_rows, x.shape[1], 1])
     for bit in gl.static_range(_bits(C.rotate)):
         if 1 << bit < OF_THREAD:
             y = _within_thread(y, 1 << bit)

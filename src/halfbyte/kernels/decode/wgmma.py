@@ -124,7 +124,7 @@ def decode_many_rows(call: Call, C: gl.constexpr):
         k_at = place_of(call, call.k, call.k_scale_token, b, h, KS, C)
         v_at = place_of(call, call.v, call.v_scale_token, b, h, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)
-        loaded = load_rows(call, b, h, KS, C)
+        loaded = load_rows(call, b, h, 0, KS, C)
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, hi, C)
         first_program = program_at(start, programs, total)

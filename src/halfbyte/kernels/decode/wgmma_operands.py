@@ -119,7 +119,7 @@ def _codes(words, S: gl.constexpr):
 
 
 @gluon.jit
-def _of_tokens(ring, slot, head, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def of_tokens(ring, slot, head, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or offsets) of a tile's tokens in fp32, [tokens, groups]; `layout`: of that, or of words of two."""
     shape: gl.constexpr = [C.tile, S.scale_columns]
     if not S.paired:
@@ -137,9 +137,9 @@ def _of_tokens(ring, slot, head, layout: gl.constexpr, S: gl.constexpr, C: gl.co
 def _exponent(rings, slot, head, there, S: gl.constexpr, C: gl.constexpr):
     """e of a tile."""
     layout: gl.constexpr = bound_layout(S, C)
-    bound = gl.abs(_of_tokens(rings[1], slot, head, layout, S, C)) * largest_of(S)
+    bound = gl.abs(of_tokens(rings[1], slot, head, layout, S, C)) * largest_of(S)
     if S.offset:
-        bound += gl.abs(_of_tokens(rings[2], slot, head, layout, S, C))
+        bound += gl.abs(of_tokens(rings[2], slot, head, layout, S, C))
     bits = gl.max(bound.to(gl.int32, bitcast=True), axis=1)
     bits = gl.where(gl.convert_layout(there, bits.type.layout, assert_trivial=True), bits, 0)
     return gl.minimum(gl.maximum((gl.max(bits, axis=0) >> 23) - 126, -60), 60)
@@ -154,10 +154,10 @@ def _spread(rings, which: gl.constexpr, slot, head, up, tile, lo, hi, S: gl.cons
     by_group: gl.constexpr = gl.SliceLayout(2, grouped)
     if S.paired and S.groups > 1:
         halved: gl.constexpr = gl.reshape(like, [C.tile, S.groups // 2, 2 * S.padded // S.groups]).type.layout
-        x = _of_tokens(rings[which], slot, head, gl.SliceLayout(2, halved), S, C)
+        x = of_tokens(rings[which], slot, head, gl.SliceLayout(2, halved), S, C)
         x = gl.convert_layout(x, by_group)
     else:
-        x = _of_tokens(rings[which], slot, head, by_group, S, C)
+        x = of_tokens(rings[which], slot, head, by_group, S, C)
     token = tile * C.tile + gl.arange(0, C.tile, layout=gl.SliceLayout(1, by_group))[:, None]
     x = gl.where((token >= lo) & (token < hi), x * up, 0.0).to(gl.float16)
     x = gl.expand_dims(x, 2) + gl.full([C.tile, S.groups, S.padded // S.groups], 0.0, gl.float16, grouped)
@@ -219,14 +219,15 @@ def _multiply_add(a, b, c):
 
 
 @gluon.jit
-def load_rows(call, b, head, S: gl.constexpr, C: gl.constexpr):
-    """Query rows of a KV head as they are stored, [rows, dims]; row r is query r % L of head r // L of those that share it."""
+def load_rows(call, b, head, before: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Query rows of a KV head as they are stored, [rows, dims], behind the first `before` dims; row r is query r % L of head r // L
+    of those that share it."""
     q, rows = call.q, rows_of_head(call, b, head, C)
     layout: gl.constexpr = query_layout(S, C)
     r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(1, layout))[:, None]
-    d = gl.arange(0, C.dim, layout=gl.SliceLayout(0, layout))[None, :]
+    d = gl.arange(0, S.codes_per_word * S.padded, layout=gl.SliceLayout(0, layout))[None, :]
     mask = real_rows(r, b, call, C) & (d < S.words * S.codes_per_word)
-    return gl.load(rows + (r // C.queries * q.head + r % C.queries * q.token) + d, mask=mask, other=0.0)
+    return gl.load(rows + (r // C.queries * q.head + r % C.queries * q.token) + (before + d), mask=mask, other=0.0)
 
 
 @gluon.jit

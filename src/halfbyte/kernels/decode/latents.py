@@ -1,0 +1,394 @@
+"""Decode attention over latents (MLA) in Gluon: each latent is copied once, and read as a key and as a value.
+
+    s[t, r] = sum_d c[t, d] q[r, d] + sum_e k[t, e] q[r, D + e]        c: latents, k: rotary keys
+    p[t, r] = exp2(s - m)                                              m: running maximum, by row
+    o[d, r] += sum_t c[t, d] (p[t, r] * scale[t])
+
+Query heads share one KV head. A work item is up to 32 query rows of a sequence; to the host more heads are several KV heads, all
+in the same memory (decode/launch.py). Codes enter the MMA unconverted, as in decode/mma.py, tokens or dims as its M axis, rows as
+N. A latent has 512 dims, so no warp holds all of the output: for scores, warps divide the tokens of a tile; for outputs, its dims.
+Weights go from one to the other through shared memory, where queries stay, too. Work items, shares of programs, and the sums of
+partial results are those of decode/mma.py.
+"""
+
+# ruff: noqa: RUF005, SIM108, E741, B007
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.common.compat import barrier, view
+from halfbyte.kernels.common.layouts import (
+    code_ring_layout,
+    latent_layout,
+    lengths_layout,
+    post_scale_of,
+    sum_layout,
+    unpack,
+)
+from halfbyte.kernels.common.shares import program_at
+from halfbyte.kernels.decode.arguments import Call
+from halfbyte.kernels.decode.loads import fetch, first_slope, make_rings, page_of_tile, place_of, powers_of
+from halfbyte.kernels.decode.reduce import add_partials, partial_slot, stack, write_partial, write_rows
+from halfbyte.kernels.decode.rotation import rotate_rows
+from halfbyte.kernels.decode.softmax import adjust, log2_of
+from halfbyte.kernels.decode.wgmma_operands import load_rows, of_tokens
+from halfbyte.kernels.decode.work_split import next_work_item, partition, visible_keys, work_item_at
+
+
+@gluon.constexpr_function
+def _operand_layout(columns):
+    """Rows of 16-byte pieces, of up to 128 bytes before the pattern begins anew."""
+    pieces = min(8, columns // 8)
+    return gl.SwizzledSharedLayout(8, max(1, 8 // pieces), pieces, [1, 0])
+
+
+@gluon.constexpr_function
+def _at_once(S):
+    """Words of a key that are unpacked at a time."""
+    return min(32, S.padded)
+
+
+@gluon.constexpr_function
+def _chains(S, C):
+    """Sums that products of scores are added to in turn: with few rows several, so that none waits for long."""
+    return S.codes_per_word if C.padded_rows == 16 else 1
+
+
+@gluon.constexpr_function
+def _query_dtype(S):
+    return gl.bfloat16 if S.kind == "bf16" else gl.float16
+
+
+@gluon.jit
+def _store_query(memory, x, S: gl.constexpr, C: gl.constexpr):
+    """Query rows as operands in shared memory, [rows, codes of a word, words]. Returns their sums, and a factor of scores.
+
+    For fp16 operands all rows are multiplied by the power of two that puts the largest number of all at 2^8.
+    """
+    if S.codes_per_word == 1:
+        memory.store(x.to(memory.dtype))
+        sums = gl.sum(x.to(gl.float32), axis=1)
+        down = 1.0
+    else:
+        x = x.to(gl.float32)
+        largest = gl.abs(x)
+        largest = gl.where(largest < float("inf"), largest, 0.0)  # else one infinity would make all other rows 0
+        up, down = powers_of(gl.max(gl.max(largest, axis=1), axis=0))
+        x = (x * up).to(gl.float16)
+        sums = gl.sum(x.to(gl.float32), axis=1)
+        x = gl.reshape(x, [C.padded_rows, S.padded, S.codes_per_word])
+        if S.per_byte > 1:  # what masking in place multiplies a code by
+            j = gl.arange(0, S.codes_per_word, layout=gl.SliceLayout(0, gl.SliceLayout(1, x.type.layout)))[None, None, :]
+            over = gl.exp2(j % S.per_byte * (-1.0 * S.bits))
+            x = (x.to(gl.float32) * over).to(gl.float16)
+        memory.store(gl.reshape(gl.permute(x, [0, 2, 1]), [C.padded_rows, S.padded * S.codes_per_word]))
+    return gl.convert_layout(sums, gl.SliceLayout(0, latent_layout(C)))[None, :], down
+
+
+@gluon.jit
+def _codes(rings, slot, S: gl.constexpr, C: gl.constexpr):
+    """A tile's codes in shared memory, [tile, words]."""
+    shape: gl.constexpr = [C.tile, S.padded]
+    return view(rings[0], slot, gl.int16, shape, code_ring_layout(S.padded, 2))
+
+
+@gluon.jit
+def _queries_at(queries, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The right operands of the words that are unpacked at a time, by code of a word."""
+    lb: gl.constexpr = gl.DotOperandLayout(1, latent_layout(C), 2)
+    W: gl.constexpr = _at_once(S)
+    parts = ()
+    for j in gl.static_range(gl.constexpr(S.codes_per_word)):
+        parts = parts + (queries.slice(j * S.padded + c * W, W, dim=1).permute([1, 0]).load(lb),)
+    return parts
+
+
+@gluon.jit
+def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
+    """q . k of one tile in fp32, [tile, R], scales and offsets included. query: its sums, and the factor of scores."""
+    mma: gl.constexpr = latent_layout(C)
+    la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    N: gl.constexpr = S.codes_per_word
+    W: gl.constexpr = _at_once(S)
+    sums, factor = query
+    codes = _codes(rings, slot, S, C)
+    zero = gl.full([C.tile, C.padded_rows], 0.0, gl.float32, mma)
+    dots = ()
+    for j in gl.static_range(gl.constexpr(_chains(S, C))):
+        if j == 0 and S.kind == "signed":
+            dots = dots + (zero - sums * (128.0 / 16777216.0),)
+        else:
+            dots = dots + (zero,)
+    words = codes.slice(0, W, dim=1).load(la)
+    q = _queries_at(queries, 0, S, C)
+    for c in gl.static_range(gl.constexpr(S.padded // W)):
+        planes, here = unpack(words, S), q
+        if c + 1 < S.padded // W:  # the next ones, ahead of the products
+            words = codes.slice((c + 1) * W, W, dim=1).load(la)
+            q = _queries_at(queries, c + 1, S, C)
+        for j in gl.static_range(N):
+            dots = dots[1:] + (mma_v2(planes[j], here[j], dots[0]),)
+    dot = dots[0]
+    for j in gl.static_range(1, gl.constexpr(_chains(S, C))):
+        dot += dots[j]
+    if S.scale == "token":
+        s = dot * (of_tokens(rings[1], slot, 0, mma, S, C) * (factor * S.step))
+    else:
+        s = dot * (factor * S.step)
+    if S.offset:
+        s += of_tokens(rings[2], slot, 0, mma, S, C) * (sums * factor)
+    return s
+
+
+@gluon.jit
+def _by_warps(x, C: gl.constexpr):
+    """A tile's numbers by warp: [tokens of a warp / 16, warps, 16, R]."""
+    return gl.reshape(x, [C.tile // (16 * C.warps), C.warps, 16, C.padded_rows])
+
+
+@gluon.jit
+def _by_lanes(x, C: gl.constexpr):
+    """Sums over the tokens that a lane holds: [warps, 8, R]."""
+    x = gl.reshape(x, [C.tile // (16 * C.warps), C.warps, 2, 8, C.padded_rows])
+    return gl.sum(gl.sum(x, axis=2), axis=0)
+
+
+@gluon.jit
+def _of_values(rings, slot, S: gl.constexpr, C: gl.constexpr):
+    """Scales and offsets of a tile's tokens as values, [tile, 1], if there are any."""
+    mma: gl.constexpr = latent_layout(C)
+    scale = gl.full([C.tile, 1], 1.0, gl.float32, mma)
+    offset = scale
+    if S.scale == "token":
+        scale = of_tokens(rings[1], slot, 0, mma, S, C)
+    if S.offset:
+        offset = of_tokens(rings[2], slot, 0, mma, S, C)
+    return scale, offset
+
+
+@gluon.jit
+def _weigh(weights, tops, s, scaling, ok, state, S: gl.constexpr, C: gl.constexpr):
+    """A tile's weights, into shared memory, with the maximum of each warp that they are relative to.
+
+    state: (m, l, z) of each warp: [warps, R] and by lanes. Maxima are whole numbers, so that powers of two bring weights of
+    several warps to the same maximum, without another rounding.
+    """
+    scale, offset = scaling
+    m, l, z = state
+    if S.scale == "token":
+        scale = gl.where(ok, scale, 0.0)
+        peak = _by_warps(s + log2_of(scale), C)
+    else:
+        peak = _by_warps(s, C)
+    peak = gl.max(gl.max(peak, axis=2), axis=0)
+    new = gl.maximum(m, gl.ceil(peak) - 8.0)
+    keep = gl.exp2(m - new)
+    s = _by_warps(s, C)
+    by_warp = gl.convert_layout(new, gl.SliceLayout(0, gl.SliceLayout(2, s.type.layout)), assert_trivial=True)[None, :, None, :]
+    p = gl.convert_layout(gl.reshape(gl.exp2(s - by_warp), [C.tile, C.padded_rows]), latent_layout(C), assert_trivial=True)
+    kept = gl.convert_layout(keep, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None, :]
+    l = l * kept + _by_lanes(p, C)
+    weight = p
+    if S.scale == "token":
+        weight = p * scale
+    narrow = weight.to(gl.float16)
+    weights.store(narrow)
+    tops.store(new)
+    if S.offset:
+        z = z * kept + _by_lanes(p * gl.where(ok, offset, 0.0), C)
+    elif S.kind == "signed":
+        z = z * kept + _by_lanes(narrow.to(gl.float32) * -128.0, C)  # the weights as rounded, so that large sums cancel exactly
+    return new, l, z
+
+
+@gluon.jit
+def _top_of(tops, layout: gl.constexpr, C: gl.constexpr):
+    """The largest of the warps' maxima, [1, R]."""
+    top = tops.slice(0, 1, dim=0).load(layout)
+    for w in gl.static_range(1, gl.constexpr(C.warps)):
+        top = gl.maximum(top, tops.slice(w, 1, dim=0).load(layout))
+    return top
+
+
+@gluon.jit
+def _add_values(weights, tops, rings, slot, top, o, S: gl.constexpr, C: gl.constexpr):
+    """The outputs, by code of a word, relative to the new maximum, with a tile's latents times their weights. top: [1, R]."""
+    mma: gl.constexpr = latent_layout(C)
+    la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    N: gl.constexpr = S.codes_per_word
+    codes = _codes(rings, slot, S, C)
+    words = codes.slice(0, 16, dim=0).permute([1, 0]).load(la)
+    new = _top_of(tops, mma, C)
+    of_operand = _top_of(tops, lb, C)
+    kept = gl.exp2(top - new)
+    scaled = ()
+    for j in gl.static_range(N):
+        scaled = scaled + (o[j] * kept,)
+    o = scaled
+    for c in gl.static_range(gl.constexpr(C.tile // 16)):
+        factor = gl.exp2(tops.slice(c % C.warps, 1, dim=0).load(lb) - of_operand)
+        w = weights.slice(c * 16, 16, dim=0).load(lb) * factor.to(gl.float16)
+        planes = unpack(words, S)
+        if c + 1 < C.tile // 16:  # the next ones, ahead of the products
+            words = codes.slice((c + 1) * 16, 16, dim=0).permute([1, 0]).load(la)
+        added = ()
+        for j in gl.static_range(N):
+            added = added + (mma_v2(planes[j], w, o[j]),)
+        o = added
+    return new, o
+
+
+@gluon.jit
+def _whole(state, top, o, C: gl.constexpr):
+    """The state of an item's rows as partial results have it: m and l [1, R, 1], and values; of one head."""
+    S: gl.constexpr = C.values
+    lo: gl.constexpr = sum_layout(S, C)
+    rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, lo))
+    m, l, z = state
+    top = gl.max(top, axis=0)
+    of_warp = gl.exp2(m - gl.convert_layout(top, gl.SliceLayout(0, m.type.layout))[None, :])
+    scaled = ()
+    for j in gl.static_range(gl.constexpr(S.codes_per_word)):
+        scaled = scaled + (o[j] * post_scale_of(S, j),)
+    value = gl.convert_layout(stack(scaled, S.codes_per_word), lo, assert_trivial=True)
+    if S.shifted:
+        shift = gl.sum(_of_rows(z, of_warp), axis=0)
+        value += gl.convert_layout(shift, rows)[None, :, None]
+    total = gl.sum(_of_rows(l, of_warp), axis=0)
+    return ((gl.convert_layout(top, rows)[None, :, None], gl.convert_layout(total, rows)[None, :, None], (value,)),)
+
+
+@gluon.jit
+def _of_rows(x, factor):
+    """Sums by lanes, [warps, 8, R], as sums of a warp times its factor, [warps, R]."""
+    x = gl.sum(x, axis=1)
+    return x * gl.convert_layout(factor, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def decode_latents(call: Call, C: gl.constexpr):
+    """One program's share of the work: work item after work item, from where its share begins to where it ends."""
+    KS: gl.constexpr = C.keys
+    VS: gl.constexpr = C.values
+    mma: gl.constexpr = latent_layout(C)
+    R: gl.constexpr = C.padded_rows
+    k_dim: gl.constexpr = KS.padded * KS.codes_per_word
+    v_dim: gl.constexpr = VS.padded * VS.codes_per_word
+    k_rings = make_rings(KS, C)
+    v_rings = make_rings(VS, C)
+    k_queries = gl.allocate_shared_memory(_query_dtype(KS), [R, k_dim], _operand_layout(k_dim))
+    v_queries = gl.allocate_shared_memory(gl.float16, [R, v_dim], _operand_layout(v_dim))
+    late: gl.constexpr = C.late
+    ahead: gl.constexpr = C.stages - 1 - late
+    weights = gl.allocate_shared_memory(gl.float16, [1 + late, C.tile, R], _operand_layout(R))
+    tops = gl.allocate_shared_memory(gl.float32, [1 + late, C.warps, R], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
+    ok = at < call.batch
+    if C.use_pdl:
+        gdc_wait()  # lengths, queries, pages and the newest token may come from the kernel before
+        gdc_launch_dependents()
+    seen = visible_keys(at, ok, call, C)
+    total, programs, x, x_end, b, start = partition(seen, call, C)
+    program = gl.program_id(0)
+    h = -1
+    while x < x_end:
+        here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, call, C)
+        first, limit, lo, hi, _ = here
+        k_at = place_of(call, call.k, call.k_scale_token, b, h, KS, C)
+        v_at = place_of(call, call.v, call.v_scale_token, b, h, VS, C)
+        page = page_of_tile(k_at, t_begin, hi, C)
+        rotary = load_rows(call, b, h, v_dim, KS, C)
+        latent = load_rows(call, b, h, 0, VS, C)
+        for i in range(ahead):
+            page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, hi, C)
+        first_program = program_at(start, programs, total)
+        last_program = program_at(start + cost - 1, programs, total)
+
+        if C.rotate:
+            rotary = rotate_rows(rotary, KS, C)
+        if C.softcap:
+            post_scale = call.sm_scale / call.softcap
+        else:
+            post_scale = call.sm_scale * 1.4426950408889634
+        k_scale = post_scale
+        v_scale = post_scale
+        if KS.scale == "tensor":
+            k_scale = k_scale * gl.load(call.k.scales).to(gl.float32)
+        if VS.scale == "tensor":
+            v_scale = v_scale * gl.load(call.v.scales).to(gl.float32)
+        k_sums, k_down = _store_query(k_queries, rotary, KS, C)
+        v_sums, v_down = _store_query(v_queries, latent, VS, C)
+        k_query = k_sums, k_down * k_scale
+        v_query = v_sums, v_down * v_scale
+        r = gl.arange(0, R, layout=gl.SliceLayout(0, mma))[None, :]
+        position = first + r % C.queries
+        slopes = gl.full([1, R], 0.0, gl.float32, mma)
+        if C.alibi:
+            slopes = gl.load(first_slope(call, h, C) + r // C.queries, mask=r < C.rows, other=0.0) * 1.4426950408889634
+        t = gl.arange(0, C.tile, layout=gl.SliceLayout(1, mma))[:, None]
+        # Within [lo_all, hi_all) every query sees every key.
+        lo_all = lo
+        if C.window:
+            lo_all = gl.maximum(lo, first + (C.queries - call.window))
+        hi_all = gl.minimum(hi, gl.minimum(limit, first + 1))
+
+        none = gl.full([C.tile, R], 0.0, gl.float32, mma)
+        m = gl.max(gl.max(_by_warps(none - 3.0e38, C), axis=2), axis=0)
+        l = _by_lanes(none, C)
+        state = m, l, l
+        top = gl.full([1, R], -3.0e38, gl.float32, mma)
+        zero = gl.full([VS.padded, R], 0.0, gl.float32, mma)
+        o = ()
+        for j in gl.static_range(gl.constexpr(VS.codes_per_word)):
+            o = o + (zero,)
+        slot = gl.to_tensor(0)
+        last = slot
+        if late == 1:  # no weights before the first tile
+            weights.index((t_begin + 1) % 2).store(none.to(gl.float16))
+            tops.index((t_begin + 1) % 2).store(m)
+        for tile in range(t_begin, t_end):
+            async_copy.wait_group(ahead - 1)
+            barrier()
+            s = _scores(k_queries, k_rings, slot, k_query, KS, C) + _scores(v_queries, v_rings, slot, v_query, VS, C)
+            if late == 1:
+                top, o = _add_values(weights.index((tile + 1) % 2), tops.index((tile + 1) % 2), v_rings, last, top, o, VS, C)
+            scaling = _of_values(v_rings, slot, VS, C)
+            barrier()  # the one that the compiler would put before each of what follows
+            free = gl.where(slot + ahead >= C.stages, slot + ahead - C.stages, slot + ahead)
+            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + ahead, page, t_end, lo, hi, hi, C)
+            token = tile * C.tile + t
+            s = adjust(s, token, position, slopes, call.softcap, C)
+            there = (token >= lo) & (token < hi)
+            if (tile * C.tile < lo_all) | (tile * C.tile + C.tile > hi_all):
+                visible = there & (token <= position) & (token < limit)
+                if C.window:
+                    visible = visible & (token > position - call.window)
+                s = gl.where(visible, s, float("-inf"))
+            now = tile % (1 + late)
+            state = _weigh(weights.index(now), tops.index(now), s, scaling, there, state, VS, C)
+            if late == 0:
+                barrier()
+                top, o = _add_values(weights.index(0), tops.index(0), v_rings, slot, top, o, VS, C)
+            last = slot
+            slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+        async_copy.wait_group(0)
+        if late == 1:
+            barrier()
+            top, o = _add_values(weights.index((t_end + 1) % 2), tops.index((t_end + 1) % 2), v_rings, last, top, o, VS, C)
+
+        item = b * call.heads + h
+        merged = _whole(state, top, o, C)
+        whole = (begin == 0) & (end == cost)
+        if not whole:
+            write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
+            whole, merged = add_partials(call, item, call.batch * call.heads, first_program, last_program, VS, C)
+        if whole:
+            write_rows(call, b, item, h, merged, VS, C)
+        x, b, h, start = next_work_item(b, h, start, cost, end, call.heads)
+        barrier()  # the next item's queries and first requests must not overtake a warp that still reads this one's
