@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import torch
 from engines import EXACT, assert_same, by_transformers, engine, generate, later, quantized, save
 from external_folders import blocks, tiny, write
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
+from halfbyte import quantize
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf import load
+from halfbyte.vllm import warm_up
 from halfbyte.vllm.names import backend_name
+from halfbyte.vllm.weights import HalfbyteLinear
 
 #: Zero points; a table and nested scales; a scale for the whole tensor; a scale a row.
 FORMATS = ("int4_g64", "nf4_dq", "nvfp4", "int8_col")
@@ -53,6 +58,20 @@ def test_a_quantized_output_layer(ranks: int, tmp_path: Path) -> None:
     with engine(folder, **RANKS[ranks]) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(plain(folder)), within=1e-3)
+
+
+def test_kernels_of_linear_layers_are_loaded_without_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the registry of JIT kernels, which the CPU platform does not use: else the first prompt of each size would load them."""
+    loaded: list[int] = []
+    method, registry = HalfbyteLinear([]), JitWarmupRegistry(None)
+    method._dtype, method._most_rows = torch.bfloat16, 64
+    with registry.activate():
+        method._begin_to_compile(torch.nn.Module(), [quantize(torch.ones(64, 128), "int8_col")])
+    monkeypatch.setattr(warm_up, "_linears", [([5, 3], loaded.append)])
+    monkeypatch.setattr(warm_up, "compiling_only", nullcontext)
+    for _ in range(2):  # nothing is left for the second
+        registry.warmup()
+    assert loaded == [5, 3]
 
 
 #: Of each library: (kind of tests/checkpoint_files.py, ranks).

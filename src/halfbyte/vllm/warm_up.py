@@ -92,14 +92,30 @@ def warm_up(
         _attention(impl, limits, query, key, value, sides, table)
         if impl.prompts is not None and wait:
             _unpack(impl, key, value, sides, table)
-        while wait and _linears:
-            numbers, multiply = _linears.pop()
-            for rows in numbers:
-                multiply(rows)
+        if wait:
+            _call_linears()
+
+
+class LinearKernels:
+    """As vLLM's registry of JIT kernels calls it in its warm-up; without halfbyte's attention nothing else loads these kernels."""
+
+    def get_warmup_keys(self) -> list[str]:
+        return ["all"] if _linears else []
+
+    def compile_many(self, keys: object) -> None:
+        with compiling_only():
+            _call_linears()
+
+
+def _call_linears() -> None:
+    while _linears:
+        numbers, multiply = _linears.pop()
+        for rows in numbers:
+            multiply(rows)
 
 
 def compile_linear(problem: GemmProblem, biased: bool, most: int, device: torch.device, multiply: Callable[[int], object]) -> None:
-    """Compile in the background what a linear layer needs, once for all that are like it; `warm_up` loads it.
+    """Compile in the background what a linear layer needs, once for all that are like it; vLLM's warm-up loads it.
 
     problem: its weights, K and the type of x; most: the largest M; multiply: calls the layer with an M.
     """

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVP
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from halfbyte.checkpoints.adapters import NOTICE, OWN, make_adapter
@@ -41,7 +42,7 @@ from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
-from halfbyte.vllm.warm_up import compile_linear
+from halfbyte.vllm.warm_up import LinearKernels, compile_linear
 
 #: What transformers and some of vLLM's models call the module that holds experts.
 RENAMED = (".mlp.", ".block_sparse_moe.")
@@ -49,6 +50,7 @@ RENAMED = (".mlp.", ".block_sparse_moe.")
 GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
 #: Weights that one launch computes.
 MOST_PROJECTIONS = 3
+_KERNELS = LinearKernels()
 
 
 class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
@@ -271,6 +273,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         half, width, device = HALVES.get(self._dtype), weights[0].shape[1], weights[0].codes.device
         if half is None or hasattr(layer, "halfbyte_gather"):
             return
+        JitWarmupRegistry.register(_KERNELS)
         there = weakref.ref(layer)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
 
