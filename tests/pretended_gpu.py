@@ -178,7 +178,7 @@ def pretend_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         best = level(op, impl, x.device)
         return "auto" if impl == "auto" and best == "gluon" else best
 
-    for name in ("append", "block", "block_linear", "dequantize", "greedy", "transform_heads", "merge_states"):
+    for name in ("append", "block", "block_linear", "greedy", "transform_heads", "merge_states"):
         monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "level", level)
     for name in ("append", "block"):
         monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "pairs_launches", lambda device: True)
