@@ -63,6 +63,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         pretend_compiler(monkeypatch)
         pretend_levels(monkeypatch)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=141 << 30))
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         monkeypatch.setattr(parallel, "cores", lambda: 1)
         monkeypatch.setattr(parallel, "_begun", [])
