@@ -7,9 +7,12 @@ import importlib.metadata
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 import halfbyte
 from halfbyte import device, doctor
@@ -103,3 +106,25 @@ def test_every_level_here_is_compared_with_the_reference(monkeypatch: pytest.Mon
     assert texts[2] == "linear, nf4, M = 64, cpu: does not run here: too few rows"
     assert texts[3].startswith("linear, nf4, M = 300, cpu: right, ")
     assert [one.failed for one in doctor.checks()][:4] == [True, True, False, False]
+
+
+def test_kernels_of_checks_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level of every call, ahead of the first check; what fails there is left to its check."""
+    calls, blocks = [], []
+
+    @contextmanager
+    def compiling_only() -> Iterator[None]:
+        yield
+        blocks.append(len(calls))
+        raise RuntimeError("a kernel that does not compile")
+
+    def run(impl: str) -> list[torch.Tensor]:
+        calls.append(impl)
+        if impl == "gluon":
+            raise halfbyte.errors.Unsupported("too few rows")
+        return []
+
+    monkeypatch.setattr("halfbyte.ops.compiling.compiling_only", compiling_only)
+    doctor._compile([("a", "gluon", run), ("a", "triton", run), ("b", "triton", run)])
+    assert blocks == [3]
+    assert calls == ["gluon", "triton", "triton"]

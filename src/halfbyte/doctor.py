@@ -206,6 +206,10 @@ RUNS: dict[str, Callable[[], str]] = {
 # ------------------------------------------------------------------------------- each kernel, over a small call of each format
 
 
+#: From an implementation to the results of a call.
+Run = Callable[[str], Sequence[Any]]
+
+
 @dataclass(frozen=True)
 class Check:
     """How a level of an op did on a small call: its error over what is allowed, or in words why there is none."""
@@ -235,17 +239,27 @@ def checks() -> Iterator[Check]:
     from halfbyte.plans import LEVELS, plan
     from halfbyte.settings import interpreted
 
-    device = torch.device("cuda" if gpu_count() else "cpu")
+    device, calls = torch.device("cuda" if gpu_count() else "cpu"), []
     with torch.no_grad():
         for op, name, run in _calls(device):
             for level in LEVELS[op][:-1]:
                 with suppress(Unsupported):
                     plan(op, level, device.type, interpreted())
-                    yield _checked(name, level, run)
+                    calls.append((name, level, run))
+        if device.type == "cuda":
+            _compile(calls)
+        for call in calls:
+            yield _checked(*call)
 
 
-#: From an implementation to the results of a call.
-Run = Callable[[str], Sequence[Any]]
+def _compile(calls: Sequence[tuple[str, str, Run]]) -> None:
+    """Compile the kernels of all calls at once. What fails is for its check to report."""
+    from halfbyte.ops.compiling import compiling_only
+
+    with suppress(Exception), compiling_only():
+        for _, level, run in calls:
+            with suppress(Exception):
+                run(level)
 
 
 def _checked(name: str, level: str, run: Run) -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 
@@ -61,6 +62,24 @@ def test_a_forward_that_fails_half_way(build, prompt):
         fresh = hf.PackedCache(model, 64, keys="int8", values="int8")
         model(ids[:, :-1], past_key_values=fresh, use_cache=True)
         assert torch.equal(again, model(step, past_key_values=fresh, use_cache=True).logits)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_of_a_model_with_other_layers(build, prompt, layers):
+    """generate() refuses it at once, forwards at the first layer that is missing or at the next step."""
+    model, ids = build("llama"), prompt(2, 24)
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    hf.quantize(model, keys="int8", values="int8")
+    cache = hf.PackedCache(config, 64, keys="int8", values="int8")
+    with pytest.raises(InvalidArgument, match=f"past_key_values has {layers} layers, and the model 2"):
+        model.generate(ids, max_new_tokens=2, past_key_values=cache)
+    reason = "and the model has more"
+    if layers == 3:
+        model(ids, past_key_values=cache, use_cache=True)
+        reason = "2 of 3 hold any; a model of fewer layers needs its own cache"
+    with pytest.raises(InvalidArgument, match=reason):
+        model(ids, past_key_values=cache, use_cache=True)
 
 
 def test_double_quantized_zero_blocks_load_again(build, tmp_path):

@@ -155,9 +155,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         )
         if layer_idx == self._packed[0]:
             if self._open and not self._level():
+                reached = sum(layer.kv is not None for layer in self.packed)
                 raise InvalidArgument(
                     "past_key_values: an earlier forward stopped half-way, or one of another thread goes on, and its tokens are in "
-                    "some layers only; "
+                    f"some layers only ({reached} of {len(self._packed)} hold any; a model of fewer layers needs its own cache); "
                     f"call {'restore() on the cache to forget them, or ' * (not self.has_states)}reset(). {_CROSS}"
                 )
             self._open = True

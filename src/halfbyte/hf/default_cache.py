@@ -23,7 +23,7 @@ from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import DecodeLoop
-from halfbyte.hf.model_support import BUCKET
+from halfbyte.hf.model_support import BUCKET, layer_types, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.settings import default_impl
 
@@ -168,6 +168,8 @@ class Prepared:
         cache = model_kwargs.get(CACHE)
         cache = getattr(cache, "self_attention_cache", cache)
         if isinstance(cache, PackedCache):
+            layers, of_model = len(cache.layers), len(layer_types(text_config(self)))
+            check(layers == of_model, f"past_key_values has {layers} layers, and the model {of_model}: make one for this model")
             self.uses.enter_context(cache.used())
             tokens = int(cache.get_seq_length())  # waits for a GPU, once a call
             if tokens and not getattr(self.config, "is_encoder_decoder", False):
