@@ -259,7 +259,7 @@ def test_other_cpus(name: str, tmp_path: Path) -> None:
 import torch
 from halfbyte.cpu import linear as cpu
 from halfbyte.reference.quantize import quantize
-for name in ("int4_g32", "nvfp4", "nf4", "int8_g128"):
+for name in ("int4_g32", "nvfp4", "nf4", "int8_g128", "int8_col", "int4_col"):
     torch.manual_seed(0)
     weight, x = quantize(torch.randn(9, 256), name), torch.randn(7, 256)
     truth = x.double() @ weight.dequantize(torch.float64).mT

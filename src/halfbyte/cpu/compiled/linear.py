@@ -2,7 +2,8 @@
 
 For each row of the weight, 32 codes at a time become fp32 vectors: by a lookup among 16 numbers (a vector register) if they have
 4 bits, by conversion if they have 8. They lose the zero point of their group, and are multiplied by its scale and by x. A row's
-products are summed as vectors, in fp32. So nothing is decoded to memory, and nothing is rounded but the sums.
+products are summed as vectors, in fp32. So nothing is decoded to memory, and nothing is rounded but the sums. The scale of a long
+group, such as a whole row, multiplies the group's sum: a third fewer multiplications and additions for each code of 8 bits.
 
 Two 4-bit codes share a byte: the low and the high halves of 16 bytes meet two vectors of x, its even and its odd columns.
 The loop over a row is written in LLVM's terms, because no compiler finds the lookup by itself.
@@ -10,6 +11,7 @@ The loop over a row is written in LLVM's terms, because no compiler finds the lo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,8 @@ from halfbyte.cpu.compiled import loop
 
 #: Numbers in a vector: AVX-512 has one register of that size, others two or four.
 LANES = 16
+#: Steps of a group from which on its scale is applied to its sums, in place of its codes.
+_LONG_GROUP = 8
 
 Array = np.ndarray[Any, Any]
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
@@ -105,31 +109,65 @@ class Rows:
         """How far the second vector lies behind the first, in x or a decoded row of `width` columns."""
         return self.integer(LANES) if self.table is None else self.builder.sdiv(width, self.integer(2))
 
-    def visit(self, row: ir.Value, use: Callable[[ir.Value, list[ir.Value]], None]) -> None:
-        """Call `use` with the number of a byte and the two vectors that are decoded from there, throughout a row."""
+    def visit(
+        self, row: ir.Value, use: Callable[[ir.Value, list[ir.Value]], None], finish: Callable[[ir.Value], None] | None = None
+    ) -> None:
+        """Call `use` with the number of a byte and the two vectors that are decoded from there, throughout a row.
+
+        finish: called behind each long group with its scale, which the group's vectors come without.
+        """
         builder, step = self.builder, self.integer(self.step)
         group_bytes = builder.sdiv(self.bytes, self.groups)
         with builder.if_else(builder.icmp_signed("<", group_bytes, step)) as (narrow, wide):
             with narrow, cgutils.for_range(builder, builder.sdiv(self.bytes, step)) as loop:  # two groups in a vector
                 at, group = builder.mul(loop.index, step), builder.mul(loop.index, self.integer(2))
                 use(at, self._values(row, at, group, [0] * 8 + [1] * 8))
-            with wide, cgutils.for_range(builder, self.groups) as group:
-                start = builder.mul(group.index, group_bytes)
-                with cgutils.for_range(builder, builder.sdiv(group_bytes, step)) as loop:
-                    at = builder.add(start, builder.mul(loop.index, step))
-                    use(at, self._values(row, at, group.index, [0] * LANES))
+            with wide:
+                if finish is None:
+                    self._groups(row, group_bytes, use)
+                else:
+                    is_long = builder.icmp_signed(">=", group_bytes, builder.mul(step, self.integer(_LONG_GROUP)))
+                    with builder.if_else(is_long) as (long, short):
+                        with long:
+                            self._groups(row, group_bytes, use, finish)
+                        with short:
+                            self._groups(row, group_bytes, use)
 
-    def _values(self, row: ir.Value, at: ir.Value, group: ir.Value, places: list[int]) -> list[ir.Value]:
-        """(code - zero point) * scale of the codes at byte `at`, whose groups are `group` + `places`."""
+    def _groups(
+        self,
+        row: ir.Value,
+        group_bytes: ir.Value,
+        use: Callable[[ir.Value, list[ir.Value]], None],
+        finish: Callable[[ir.Value], None] | None = None,
+    ) -> None:
+        """`visit` of a row whose groups have whole steps, all of them long or none."""
+        builder, places = self.builder, [0] * LANES
+        with cgutils.for_range(builder, self.groups) as group:
+            start = builder.mul(group.index, group_bytes)
+            with cgutils.for_range(builder, builder.sdiv(group_bytes, self.integer(self.step))) as loop:
+                at = builder.add(start, builder.mul(loop.index, self.integer(self.step)))
+                use(at, self._values(row, at, group.index, places, is_scaled=finish is None))
+            if finish is not None:
+                finish(self._group_scales(row, group.index, places))
+
+    def _values(self, row: ir.Value, at: ir.Value, group: ir.Value, places: list[int], is_scaled: bool = True) -> list[ir.Value]:
+        """(code - zero point) * scale (only if `is_scaled`) of the codes at byte `at`, whose groups are `group` + `places`."""
         builder, count = self.builder, max(places) + 1
-        offset = builder.add(builder.mul(row, self.groups), group)
-        scale = spread(builder, self._scales(offset, count), places)
         values = self._units(builder.add(builder.mul(row, self.bytes), at))
-        if self.zeros is None:
-            return [builder.fmul(value, scale) for value in values]
-        stored = load(builder, self.zeros.data, offset, ir.VectorType(_BYTE, count))
-        zero = spread(builder, builder.uitofp(stored, ir.VectorType(_FLOAT, count)), places)
-        return [builder.fmul(builder.fsub(value, zero), scale) for value in values]
+        if self.zeros is not None:
+            offset = builder.add(builder.mul(row, self.groups), group)
+            stored = load(builder, self.zeros.data, offset, ir.VectorType(_BYTE, count))
+            zero = spread(builder, builder.uitofp(stored, ir.VectorType(_FLOAT, count)), places)
+            values = [builder.fsub(value, zero) for value in values]
+        if not is_scaled:
+            return values
+        scale = self._group_scales(row, group, places)
+        return [builder.fmul(value, scale) for value in values]
+
+    def _group_scales(self, row: ir.Value, group: ir.Value, places: list[int]) -> ir.Value:
+        """The scales of groups `group` + `places`."""
+        offset = self.builder.add(self.builder.mul(row, self.groups), group)
+        return spread(self.builder, self._scales(offset, max(places) + 1), places)
 
     def _units(self, offset: ir.Value) -> list[ir.Value]:
         """The values of codes, unscaled."""
@@ -188,22 +226,29 @@ def row_dots(
         own, out = (array_of(context, builder, signature.args[i], args[i]) for i in (6, 7))
         stride, width = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (own, out))
         zero, second = ir.Constant(FLOATS, [0.0] * LANES), weight.second(stride)
-        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(2)] for _ in range(count.literal_value)]
+        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(3)] for _ in range(count.literal_value)]
         for place in itertools.chain(*sums):
             builder.store(zero, place)
         columns = [builder.mul(builder.add(args[8], weight.integer(m)), stride) for m in range(len(sums))]
 
         def multiply(at: ir.Value, values: list[ir.Value]) -> None:
-            for column, pair in zip(columns, sums, strict=True):
+            for column, places in zip(columns, sums, strict=True):
                 offset = builder.add(column, at)
-                for value, place in zip(values, pair, strict=True):
+                for value, place in zip(values, places[:2], strict=True):
                     part = load(builder, own.data, offset, FLOATS)
                     builder.store(call(builder, f"llvm.fma.v{LANES}f32", FLOATS, value, part, builder.load(place)), place)
                     offset = builder.add(offset, second)
 
-        weight.visit(args[5], multiply)
-        for m, pair in enumerate(sums):
-            total = builder.fadd(*(builder.load(place) for place in pair))
+        def finish(scale: ir.Value) -> None:
+            for *pair, total in sums:
+                group = builder.fadd(*(builder.load(place) for place in pair))
+                builder.store(call(builder, f"llvm.fma.v{LANES}f32", FLOATS, group, scale, builder.load(total)), total)
+                for place in pair:
+                    builder.store(zero, place)
+
+        weight.visit(args[5], multiply, finish)
+        for m, places in enumerate(sums):
+            total = functools.reduce(builder.fadd, (builder.load(place) for place in places))
             place = builder.add(builder.mul(args[5], width), builder.add(args[8], weight.integer(m)))
             builder.store(_sum(builder, total), builder.gep(out.data, [place]))
         return context.get_dummy_value()
