@@ -83,6 +83,20 @@ def test_a_full_shared_page_stays_shared() -> None:
     consistent(cache)
 
 
+def test_appends_within_pages_do_not_write_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each write is a copy. A page that is shared stops that until the copy."""
+    cache, writes = PagedKVCache(2, 2, 64, 192, page_size=32), []
+    monkeypatch.setattr(cache, "_write_table", lambda *a: (writes.append(len(writes)), PagedKVCache._write_table(cache, *a)))
+    for _ in range(65):
+        cache.append(*tokens(2, 2, 1, 64))
+    assert len(writes) == 3
+    cache.reorder(torch.tensor([0, 0]))
+    consistent(cache)
+    for _ in range(2):
+        cache.append(*tokens(2, 2, 1, 64))
+        consistent(cache)
+
+
 @pytest.mark.parametrize("keys", ["int8", "int4_channel"])
 def test_crop_of_a_shared_page_leaves_the_other_sequence(keys: str) -> None:
     cache = PagedKVCache(2, 2, 64, 96, page_size=32, keys=keys)

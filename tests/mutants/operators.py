@@ -1,8 +1,8 @@
 """Mutation testing by operators: `python tests/mutants/operators.py [FILE ...] [--count N] [--seed S]` reports a score.
 
 A mutant swaps one operator, one of a pair of functions, or a whole number with its successor, in the functions of a file; error
-messages are left out. The tests named for the file must notice it. Some mutants change nothing that can be seen, so that a score is
-no goal: those that survive are printed, and are worth a look.
+messages are left out. The tests named for the file must notice it; those run that call the function, the fastest first. Some change
+nothing that can be seen, so that a score is no goal: mutants that survive are printed, and are worth a look.
 """
 
 from __future__ import annotations
@@ -26,19 +26,31 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 RECORDS = Path(__file__).parents[2] / "results" / "trust.jsonl"
 #: Files below src/halfbyte, with what must notice a fault in them.
 TESTS = {
+    "cpu/append.py": ("test_cpu_append.py",),
+    "cpu/attention_codes.py": ("test_attention_codes.py",),
+    "cpu/block.py": ("test_block_ops.py",),
     "cpu/codes.py": ("test_cpu_attention.py", "test_cpu_linear.py"),
     "cpu/decode_attention.py": ("test_cpu_attention.py", "test_attention_varlen.py", "test_trust_determinism.py"),
     "cpu/experts.py": ("test_experts.py",),
     "cpu/linear.py": ("test_cpu_linear.py", "test_trust_linear.py"),
+    "cpu/sides.py": ("test_cpu_append.py", "test_attention_codes.py"),
+    "cpu/threads.py": ("test_cpu_linear.py",),
+    "cpu/compiled/append.py": ("test_cpu_append.py",),
+    "cpu/compiled/attention.py": ("test_attention_codes.py",),
+    "cpu/compiled/block.py": ("test_block_ops.py",),
+    "cpu/compiled/blocks.py": ("test_attention_codes.py",),
+    "cpu/compiled/linear.py": ("test_cpu_linear.py",),
+    "cpu/compiled/tiles.py": ("test_cpu_linear.py",),
     "cache.py": ("test_cache.py", "test_window.py", "test_bad_input.py"),
-    "paging.py": ("test_paging.py", "test_cache.py"),
+    "paging.py": ("test_window_cache.py", "test_paging.py", "test_cache.py"),
     **{
         f"checkpoints/{name}.py": ("test_checkpoints.py",)
-        for name in ("awq", "bitsandbytes", "compressed_tensors", "gptq", "int8", "integers", "layer")
+        for name in ("awq", "bitsandbytes", "compressed_tensors", "gptq", "int8", "integers", "layer", "overrides")
     },
     "checkpoints/experts.py": ("hf/test_hf_expert_files.py",),
     "checkpoints/fp4.py": ("test_checkpoints.py", "hf/test_hf_expert_files.py"),
     "checkpoints/fp8.py": ("hf/test_hf_fp8.py",),
+    "checkpoints/kv_scales.py": ("hf/test_hf_external.py",),
     "checkpoints/safetensors_files.py": (
         *(f"hf/test_hf_checkpoint.py::test_{name}" for name in ("damaged_files", "good_files", "shard_names", "indexes")),
         *("test_checkpoints.py", "hf/test_hf_hostile_folders.py"),
@@ -122,6 +134,16 @@ def every(file: str, source: str) -> list[Mutant]:
     return made
 
 
+def useful(function: str, reached: dict[str, tuple[float, list[str]]]) -> list[str]:
+    """Tests that call a function, the fastest first; all where hardly any does, as of what is compiled, or called once.
+
+    reached: by test, seconds and functions, as run_mutants.py wrote them.
+    """
+    fastest = sorted(reached, key=lambda test: reached[test][0])
+    own = [test for test in fastest if function in reached[test][1]]
+    return [str(Path(__file__).parents[2] / test) for test in (own if len(own) > 2 else fastest)]
+
+
 def main() -> int:
     import test_mutants as seeded
 
@@ -139,13 +161,18 @@ def main() -> int:
     for file in given.files or TESTS:
         mutants = every(file, (seeded.SOURCES["halfbyte"] / file).read_text())
         drawn = random.Random(given.seed).sample(mutants, min(given.count, len(mutants)))
-        start = time.monotonic()
+        start, tests = time.monotonic(), [str(seeded.TESTS / test) for test in TESTS[file]]
         with tempfile.TemporaryDirectory() as folder:
-            tests = [str(seeded.TESTS / test) for test in TESTS[file]]
-            jobs = [(seeded.copy_with(mutant, Path(folder) / str(i)), tests) for i, mutant in enumerate([None, *drawn])]
-            (control, log), *outcomes = seeded.run(jobs, Path(folder) / "logs", False, 600 * len(jobs))
-        if control:
-            parser.exit(1, f"{file}: its tests fail without a fault (status {control})\n{log}")
+            control = [(seeded.copy_with(None, Path(folder) / "control"), tests)]
+            ((status, log),) = seeded.run(control, Path(folder) / "control-logs", False, 5000, watched=f"halfbyte/{file}")
+            if status:
+                parser.exit(1, f"{file}: its tests fail without a fault (status {status})\n{log}")
+            reached = json.loads((Path(folder) / "control-logs" / "0.json").read_text())
+            jobs = [
+                (seeded.copy_with(mutant, Path(folder) / str(i)), useful(mutant.function, reached))
+                for i, mutant in enumerate(drawn)
+            ]
+            outcomes = seeded.run(jobs, Path(folder) / "logs", False, 600 * len(jobs))
         survived = [mutant.name for mutant, (status, _) in zip(drawn, outcomes, strict=True) if status == 0]
         print(f"{file}: {len(drawn) - len(survived)} of {len(drawn)} noticed, of {len(mutants)} there are")
         print("".join(f"  survived: {name}\n" for name in survived), end="", flush=True)

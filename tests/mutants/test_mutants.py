@@ -71,10 +71,12 @@ def in_interpreter(test: str) -> bool:
     return test.startswith("interpreted/")
 
 
-def run(jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool, seconds: float = 880) -> list[tuple[int, str]]:
-    """Exit status and log of each job: a copy of the source and the tests to run against it."""
+def run(
+    jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool, seconds: float = 880, watched: str = ""
+) -> list[tuple[int, str]]:
+    """Exit status and log of each job: a copy of the source and the tests to run against it. watched: as of run_mutants.py."""
     logs.mkdir()
-    (logs / "jobs.json").write_text(json.dumps(jobs))
+    (logs / "jobs.json").write_text(json.dumps([(*job, watched) for job in jobs]))
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("run_mutants.py")), str(logs), str(logs / "jobs.json")],
         env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))},

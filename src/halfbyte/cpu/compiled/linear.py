@@ -165,7 +165,7 @@ class Rows:
         return [builder.fmul(value, scale) for value in values]
 
     def _group_scales(self, row: ir.Value, group: ir.Value, places: list[int]) -> ir.Value:
-        """The scales of groups `group` + `places`."""
+        """Group scales: those of groups `group` + `places`."""
         offset = self.builder.add(self.builder.mul(row, self.groups), group)
         return spread(self.builder, self._scales(offset, max(places) + 1), places)
 
