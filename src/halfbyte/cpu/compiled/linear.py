@@ -152,12 +152,10 @@ class Rows:
 
     def _values(self, row: ir.Value, at: ir.Value, group: ir.Value, places: list[int], is_scaled: bool = True) -> list[ir.Value]:
         """(code - zero point) * scale (only if `is_scaled`) of the codes at byte `at`, whose groups are `group` + `places`."""
-        builder, count = self.builder, max(places) + 1
+        builder = self.builder
         values = self._units(builder.add(builder.mul(row, self.bytes), at))
         if self.zeros is not None:
-            offset = builder.add(builder.mul(row, self.groups), group)
-            stored = load(builder, self.zeros.data, offset, ir.VectorType(_BYTE, count))
-            zero = spread(builder, builder.uitofp(stored, ir.VectorType(_FLOAT, count)), places)
+            zero = spread(builder, zeros_at(builder, self.zeros, self._of_group(row, group), max(places) + 1), places)
             values = [builder.fsub(value, zero) for value in values]
         if not is_scaled:
             return values
@@ -166,8 +164,13 @@ class Rows:
 
     def _group_scales(self, row: ir.Value, group: ir.Value, places: list[int]) -> ir.Value:
         """Group scales: those of groups `group` + `places`."""
-        offset = self.builder.add(self.builder.mul(row, self.groups), group)
-        return spread(self.builder, self._scales(offset, max(places) + 1), places)
+        count = max(places) + 1
+        return spread(
+            self.builder, scales_at(self.builder, self.scales, self.scale_table, self._of_group(row, group), count), places
+        )
+
+    def _of_group(self, row: ir.Value, group: ir.Value) -> ir.Value:
+        return self.builder.add(self.builder.mul(row, self.groups), group)
 
     def _units(self, offset: ir.Value) -> list[ir.Value]:
         """The values of codes, unscaled."""
@@ -179,17 +182,23 @@ class Rows:
         high = builder.lshr(low, ir.Constant(_INTS, [4] * LANES))
         return [_lookup(builder, self.numbers, index) for index in (low, high)]
 
-    def _scales(self, offset: ir.Value, count: int) -> ir.Value:
-        """`count` scales from the one at `offset` on, a vector."""
-        builder, vector = self.builder, ir.VectorType(_FLOAT, count)
-        if self.scale_table is None:
-            return _floats(builder, self.scales.data, offset, count)
-        result = ir.Constant(vector, ir.Undefined)
-        for i in range(count):
-            stored = builder.load(builder.gep(self.scales.data, [builder.add(offset, self.integer(i))]))
-            scale = builder.load(builder.gep(self.scale_table.data, [builder.zext(stored, offset.type)]))
-            result = builder.insert_element(result, scale, ir.Constant(_INT, i))
-        return result
+
+def scales_at(builder: ir.IRBuilder, scales: Any, table: Any, offset: ir.Value, count: int) -> ir.Value:
+    """`count` scales from the one at `offset` on, a vector: fp32, the bits of fp16, or indices of `table`."""
+    if table is None:
+        return _floats(builder, scales.data, offset, count)
+    result = ir.Constant(ir.VectorType(_FLOAT, count), ir.Undefined)
+    for i in range(count):
+        stored = builder.load(builder.gep(scales.data, [builder.add(offset, ir.Constant(offset.type, i))]))
+        scale = builder.load(builder.gep(table.data, [builder.zext(stored, offset.type)]))
+        result = builder.insert_element(result, scale, ir.Constant(_INT, i))
+    return result
+
+
+def zeros_at(builder: ir.IRBuilder, zeros: Any, offset: ir.Value, count: int) -> ir.Value:
+    """`count` zero points, a vector of fp32."""
+    stored = load(builder, zeros.data, offset, ir.VectorType(_BYTE, count))
+    return builder.uitofp(stored, ir.VectorType(_FLOAT, count))
 
 
 def _floats(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, count: int) -> ir.Value:
@@ -250,7 +259,7 @@ def row_dots(
         for m, places in enumerate(sums):
             total = functools.reduce(builder.fadd, (builder.load(place) for place in places))
             place = builder.add(builder.mul(args[5], width), builder.add(args[8], weight.integer(m)))
-            builder.store(_sum(builder, total), builder.gep(out.data, [place]))
+            builder.store(sum_of(builder, total), builder.gep(out.data, [place]))
         return context.get_dummy_value()
 
     return types.void(codes, table, scales, scale_table, zeros, row, x, y, first, count), codegen
@@ -290,7 +299,7 @@ def _in_order(values: list[ir.Value], weight: Rows) -> list[ir.Value]:
     return [weight.builder.shuffle_vector(*values, ir.Constant(ir.VectorType(_INT, len(places)), places))]
 
 
-def _sum(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+def sum_of(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     """The sum of a vector's elements, by halves."""
     while (half := vector.type.count // 2) > 0:
         parts = (ir.Constant(ir.VectorType(_INT, half), [*range(first, first + half)]) for first in (0, half))

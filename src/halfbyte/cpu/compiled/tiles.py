@@ -26,8 +26,8 @@ from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, c
 #: Bytes of a row that are transposed at a time: 4 words of 32 bits.
 _STEP = 16
 _INT, _LONG = ir.IntType(32), ir.IntType(64)
-_INTS, _LONGS = ir.VectorType(_INT, LANES), ir.VectorType(_LONG, LANES // 2)
-_WORDS, _BYTES = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
+INTS, _LONGS = ir.VectorType(_INT, LANES), ir.VectorType(_LONG, LANES // 2)
+WORDS, _BYTES = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
 _ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
 
 
@@ -38,7 +38,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]  # of a package without types
         return "bfloat"
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def works() -> bool:
@@ -46,7 +46,7 @@ def works() -> bool:
     return all(cpu_has(feature) for feature in ("avx512bf16", "avx512vbmi", "avx512bw"))
 
 
-def _number(value: int) -> ir.Constant:
+def number(value: int) -> ir.Constant:
     return ir.Constant(_LONG, value)
 
 
@@ -80,14 +80,14 @@ def _transposed(builder: ir.IRBuilder, pointer: ir.Value, offsets: list[ir.Value
     return columns
 
 
-def _from_nibbles(builder: ir.IRBuilder, words: ir.Value, table: ir.Value) -> list[ir.Value]:
+def from_nibbles(builder: ir.IRBuilder, words: ir.Value, table: ir.Value) -> list[ir.Value]:
     """The eight codes of each lane as four vectors of pairs. Of an index of `table` only the lowest 5 bits count."""
     pairs = []
     for start in range(0, 32, 8):  # bits of the even code; the odd one has the next four
         control = [start, 0, start + 4, 0, start + 32, 0, start + 36, 0] * (LANES // 2)
         operands = ir.Constant(_BYTES, control), builder.bitcast(words, _BYTES)
-        indices = builder.bitcast(call(builder, "llvm.x86.avx512.pmultishift.qb.512", _BYTES, *operands), _WORDS)
-        pairs.append(call(builder, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, indices))
+        indices = builder.bitcast(call(builder, "llvm.x86.avx512.pmultishift.qb.512", _BYTES, *operands), WORDS)
+        pairs.append(call(builder, "llvm.x86.avx512.permvar.hi.512", WORDS, table, indices))
     return pairs
 
 
@@ -96,8 +96,8 @@ def _from_bytes(builder: ir.IRBuilder, words: ir.Value) -> list[ir.Value]:
     stored, zeros, floats = builder.bitcast(words, _BYTES), ir.Constant(_BYTES, [0] * 4 * LANES), []
     for byte in range(4):
         top = _shuffle(builder, stored, zeros, [i for lane in range(LANES) for i in (64, 64, 64, 4 * lane + byte)])
-        floats.append(builder.bitcast(builder.sitofp(builder.bitcast(top, _INTS), FLOATS), _INTS))
-    upper, half = (ir.Constant(_INTS, [number] * LANES) for number in (-(1 << 16), 16))
+        floats.append(builder.bitcast(builder.sitofp(builder.bitcast(top, INTS), FLOATS), INTS))
+    upper, half = (ir.Constant(INTS, [number] * LANES) for number in (-(1 << 16), 16))
     return [builder.or_(builder.and_(odd, upper), builder.lshr(even, half)) for even, odd in (floats[:2], floats[2:])]
 
 
@@ -113,9 +113,9 @@ class _Tile:
         self.row, self.pieces, self.groups = args[2], args[9], args[10]
         self.count: int = kinds[11].literal_value
         self.width = cgutils.unpack_tuple(builder, self.codes.shape)[1]
-        self.starts = [builder.mul(builder.add(self.row, _number(lane)), self.width) for lane in range(LANES)]
-        self.next_tile = builder.mul(builder.add(self.row, _number(LANES)), self.width)
-        self.table = None if table is None else load(builder, table.data, _number(0), _WORDS)
+        self.starts = [builder.mul(builder.add(self.row, number(lane)), self.width) for lane in range(LANES)]
+        self.next_tile = builder.mul(builder.add(self.row, number(LANES)), self.width)
+        self.table = None if table is None else load(builder, table.data, number(0), WORDS)
         self.pairs = 2 if table is None else 4  # vectors of pairs in one of words
         # Several sums for the same numbers, where they are few: an addition waits for the one before.
         self.sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(self.count)] for _ in range(min(4, LANES // self.count))]
@@ -129,25 +129,25 @@ class _Tile:
     def multiply(self, at: ir.Value, word: int, words: ir.Value) -> None:
         """Add the products of `words`, which begin at byte `at` + 4 * `word`, to the sums."""
         builder = self.builder
-        pairs = _from_bytes(builder, words) if self.table is None else _from_nibbles(builder, words, self.table)
-        columns = builder.mul(builder.udiv(at, _number(4)), _number(self.pairs))
+        pairs = _from_bytes(builder, words) if self.table is None else from_nibbles(builder, words, self.table)
+        columns = builder.mul(builder.udiv(at, number(4)), number(self.pairs))
         for i, pair in enumerate(pairs, word * self.pairs):
-            first = builder.mul(builder.add(columns, _number(i)), _number(self.count))
+            first = builder.mul(builder.add(columns, number(i)), number(self.count))
             for m, place in enumerate(self.sums[i % len(self.sums)]):
-                x = _broadcast(builder, self.x.data, builder.add(first, _number(m)), _INTS)
-                operands = builder.load(place), builder.bitcast(pair, _PAIRS), builder.bitcast(x, _PAIRS)
+                x = _broadcast(builder, self.x.data, builder.add(first, number(m)), INTS)
+                operands = builder.load(place), builder.bitcast(pair, PAIRS), builder.bitcast(x, PAIRS)
                 builder.store(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, *operands), place)
 
     def finish(self, piece: ir.Value, group: ir.Value) -> None:
         """Add the sums of a piece of the columns, times the scales of its group, to the totals."""
-        builder, at = self.builder, self.builder.mul(group, _number(LANES))
+        builder, at = self.builder, self.builder.mul(group, number(LANES))
         scales = load(builder, self.scales.data, at, FLOATS)
         if self.table is None:
             scales = builder.fmul(scales, ir.Constant(FLOATS, [2.0**-24] * LANES))
         for m, total in enumerate(self.totals):
             own = functools.reduce(builder.fadd, (builder.load(places[m]) for places in self.sums))
             if self.has_zeros:
-                place = builder.add(builder.mul(piece, _number(self.count)), _number(m))
+                place = builder.add(builder.mul(piece, number(self.count)), number(m))
                 x_sum = _broadcast(builder, self.x_sums.data, place, FLOATS)
                 own = builder.fsub(own, builder.fmul(load(builder, self.zeros.data, at, FLOATS), x_sum))
             builder.store(call(builder, f"llvm.fma.v{LANES}f32", FLOATS, own, scales, builder.load(total)), total)
@@ -157,19 +157,19 @@ class _Tile:
         """The words at byte `at` of the rows. The next tile follows in memory, and is fetched at the same speed."""
         builder = self.builder
         for line in range(0, _STEP * LANES, 64):
-            offset = builder.add(self.next_tile, builder.add(builder.mul(at, _number(LANES)), _number(line)))
+            offset = builder.add(self.next_tile, builder.add(builder.mul(at, number(LANES)), number(line)))
             _prefetch(builder, builder.gep(self.codes.data, [offset]))
         return _transposed(builder, self.codes.data, [builder.add(start, at) for start in self.starts])
 
     def pieces_of_8_bytes(self) -> None:
         """All columns, where a group has 16 codes of 4 bits."""
         builder = self.builder
-        with cgutils.for_range(builder, builder.udiv(self.width, _number(_STEP))) as step:
-            at = builder.mul(step.index, _number(_STEP))
+        with cgutils.for_range(builder, builder.udiv(self.width, number(_STEP))) as step:
+            at = builder.mul(step.index, number(_STEP))
             for word, words in enumerate(self.transposed(at)):
                 self.multiply(at, word, words)
                 if word % 2:
-                    group = builder.add(builder.mul(step.index, _number(2)), _number(word // 2))
+                    group = builder.add(builder.mul(step.index, number(2)), number(word // 2))
                     self.finish(group, group)
 
     def pieces_of_steps(self) -> None:
@@ -177,8 +177,8 @@ class _Tile:
         builder, size = self.builder, self.builder.udiv(self.width, self.pieces)
         with cgutils.for_range(builder, self.pieces) as piece:
             start = builder.mul(piece.index, size)
-            with cgutils.for_range(builder, builder.udiv(size, _number(_STEP))) as step:
-                at = builder.add(start, builder.mul(step.index, _number(_STEP)))
+            with cgutils.for_range(builder, builder.udiv(size, number(_STEP))) as step:
+                at = builder.add(start, builder.mul(step.index, number(_STEP)))
                 for word, words in enumerate(self.transposed(at)):
                     self.multiply(at, word, words)
             self.finish(piece.index, builder.udiv(builder.mul(piece.index, self.groups), self.pieces))
@@ -186,7 +186,7 @@ class _Tile:
     def store(self) -> None:
         features = cgutils.unpack_tuple(self.builder, self.y.shape)[1]
         for m, total in enumerate(self.totals):
-            offset = self.builder.add(self.builder.mul(_number(m), features), self.row)
+            offset = self.builder.add(self.builder.mul(number(m), features), self.row)
             address = self.builder.bitcast(self.builder.gep(self.y.data, [offset]), FLOATS.as_pointer())
             self.builder.store(self.builder.load(total), address, align=4)
 
@@ -234,7 +234,7 @@ def _tile(
 
 
 @intrinsic
-def _scale_value(typing_context: Any, stored: Any, table: Any) -> Any:
+def scale_value(typing_context: Any, stored: Any, table: Any) -> Any:
     """A scale in fp32: stored so, as the bits of fp16, or as an index of `table`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
@@ -255,19 +255,19 @@ def _transpose(typing_context: Any, rows: Any, out: Any) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
         source, target = (array_of(context, builder, kind, value) for kind, value in zip(signature.args, args, strict=True))
         width = cgutils.unpack_tuple(builder, source.shape)[1]
-        with cgutils.for_range(builder, builder.udiv(width, _number(4))) as step:
-            at = builder.mul(step.index, _number(4))
-            offsets = [builder.add(builder.mul(width, _number(lane)), at) for lane in range(LANES)]
+        with cgutils.for_range(builder, builder.udiv(width, number(4))) as step:
+            at = builder.mul(step.index, number(4))
+            offsets = [builder.add(builder.mul(width, number(lane)), at) for lane in range(LANES)]
             for i, column in enumerate(_transposed(builder, source.data, offsets)):
-                place = builder.mul(builder.add(at, _number(i)), _number(LANES))
-                builder.store(column, builder.bitcast(builder.gep(target.data, [place]), _INTS.as_pointer()), align=4)
+                place = builder.mul(builder.add(at, number(i)), number(LANES))
+                builder.store(column, builder.bitcast(builder.gep(target.data, [place]), INTS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(rows, out), codegen
 
 
 @intrinsic
-def _sum_of_pair(typing_context: Any, pair: Any) -> Any:
+def sum_of_pair(typing_context: Any, pair: Any) -> Any:
     """The sum in fp32 of two bf16 numbers, given by their bits."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
@@ -286,7 +286,7 @@ def _arrange(x: Array, columns: Array, sums: Array) -> None:
             total = np.float32(0)
             for column in range(piece * size, (piece + 1) * size):
                 columns[column, m] = x[m, column]
-                total += _sum_of_pair(x[m, column])
+                total += sum_of_pair(x[m, column])
             sums[piece, m] = total
 
 
@@ -329,7 +329,7 @@ def loop_for(count: int, is_narrow: bool) -> Any:
             row = min(16 * tile, features - 16)
             for lane in range(16):
                 for group in range(groups):
-                    numbers[lane, group] = _scale_value(scales[row + lane, group], scale_table)
+                    numbers[lane, group] = scale_value(scales[row + lane, group], scale_table)
             _transpose(numbers, tile_scales)
             if zeros is not None:
                 for lane in range(16):
