@@ -1,7 +1,7 @@
-"""A bf16 x of one row times 4-bit codes, on CPUs with the instructions of `compiled.tiles`.
+"""A bf16 x with M = 1 times 4-bit codes, on CPUs with the instructions of `compiled.tiles`.
 
 A step is 64 bytes of a row of the weight: 128 codes, 8 in each lane. They become pairs of bf16 numbers as in tiles, without the
-transposition, which pays for several rows of x only: x is put into the order of the codes once a call. A lane's 8 codes are in one
+transposition, which pays for a larger M only: x is put into the order of the codes once a call. A lane's 8 codes are in one
 group, whose zero point comes off the lane's own sum, and whose scale multiplies it. Lanes are added up at the end of a row.
 """
 
@@ -68,8 +68,8 @@ def _row(
                     place = builder.mul(builder.add(builder.mul(step, number(4)), number(i)), number(LANES))
                     operands = builder.bitcast(pair, PAIRS), builder.bitcast(load(builder, own_x.data, place, INTS), PAIRS)
                     sums[i % 2] = call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums[i % 2], *operands)
-                operands = builder.fadd(*sums), scale, builder.load(total)
-                builder.store(call(builder, f"llvm.fma.v{LANES}f32", FLOATS, *operands), total)
+                more = call(builder, f"llvm.fma.v{LANES}f32", FLOATS, builder.fadd(*sums), scale, builder.load(total))
+                builder.store(more, total)
         builder.store(sum_of(builder, builder.load(total)), builder.gep(out.data, [args[2]]))
         return context.get_dummy_value()
 
@@ -91,7 +91,7 @@ def _arrange(x: Array, columns: Array, sums: Array) -> None:
 
 @functools.cache
 def loop_for(per_step: int) -> Any:
-    """The loop for one row of x; `per_step`: groups in 128 columns, 1 for longer ones, too. Arguments as of `tiles.loop_for`.
+    """The loop for M = 1; `per_step`: groups in 128 columns, 1 for longer ones, too. Arguments as of `tiles.loop_for`.
 
     K is a multiple of 128; `first` and `last` count rows of the weight by 16, as tiles do.
     """

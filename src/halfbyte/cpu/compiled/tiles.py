@@ -47,6 +47,7 @@ def works() -> bool:
 
 
 def number(value: int) -> ir.Constant:
+    """A 64-bit constant."""
     return ir.Constant(_LONG, value)
 
 
