@@ -373,6 +373,17 @@ def test_what_warp_groups_refuse(name: str, n: int, k: int, rows: int, device: d
     assert why in found
 
 
+@pytest.mark.parametrize(
+    ("name", "k", "rows", "chunk"),
+    [("int4_g128", 4096, 128, 128), ("int4_g128", 4096, 512, 64), ("int4_g128", 8192, 128, 64), ("nf4", 4096, 128, 64)],
+)
+def test_copies_for_large_m_are_of_whole_steps_where_these_are_faster(name: str, k: int, rows: int, chunk: int) -> None:
+    found = on_hopper(name, 28672, k, rows)
+    assert isinstance(found, GemmPlan)
+    assert isinstance(found.spec, LargeSpec)
+    assert found.spec.chunk == chunk
+
+
 @pytest.mark.parametrize("sms", [114, 132])
 @pytest.mark.parametrize(
     ("n", "k"),

@@ -30,7 +30,7 @@ from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import _copy_asm, make_pool
 from halfbyte.kernels.linear.operands import dtype_of
 from halfbyte.kernels.linear.ring import Weights, place
-from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
+from halfbyte.kernels.linear.sync import _await_asm, check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_large_exchange import columns_of, exchange, write_columns
 from halfbyte.kernels.linear.wgmma_large_operands import load_scales, load_words, packed_operands, unpacked
@@ -46,10 +46,11 @@ def _x_layout():
 
 
 @gluon.jit
-def _x_of(pool, slot, C: gl.constexpr):
-    """A slot of x, [block_m, 64]."""
-    shape: gl.constexpr = [C.block_m, C.chunk]
-    return view(pool, gl.constexpr(C.x_at // C.x_bytes) + slot, dtype_of(C), shape, _x_layout())
+def _x_of(pool, slot, block: gl.constexpr, C: gl.constexpr):
+    """64 k of a slot of x, [block_m, 64]."""
+    shape: gl.constexpr = [C.block_m, 64]
+    first: gl.constexpr = gl.constexpr(C.x_at // (128 * C.block_m))
+    return view(pool, first + slot * C.k_blocks + block, dtype_of(C), shape, _x_layout())
 
 
 @gluon.jit
@@ -67,21 +68,16 @@ def _init_asm(C):
 
 
 @gluon.constexpr_function
-def _await_asm(at):
-    start = "{ .reg .b32 b; .reg .pred q; mov.u32 b, global_smem; add.u32 b, b, $1;"
-    return f"{start} again: mbarrier.test_wait.parity.shared.b64 q, [b+{at}], $2; @!q bra again; }} // $0"
-
-
-@gluon.constexpr_function
 def _free_asm(C):
     start = "{ .reg .b32 b; .reg .b64 t; .reg .pred q; mov.u32 b, global_smem; add.u32 b, b, $2; setp.eq.u32 q, $1, 0;"
     return f"{start} @q mbarrier.arrive.shared.b64 t, [b+{C.barriers_at}]; }} // $0"
 
 
 @gluon.jit
-def _free_x(slot, C: gl.constexpr):
-    """This warp's MMAs have read a slot of x."""
-    _asm(_free_asm(C), "=r,r,r,~{memory}", [thread_of(C) % 32, slot * 8])
+def _free_x_before(slot, C: gl.constexpr):
+    """This warp's MMAs have read the slot of x before this one."""
+    before = gl.where(slot == 0, C.x_stages - 1, slot - 1)
+    _asm(_free_asm(C), "=r,r,r,~{memory}", [thread_of(C) % 32, before * 8])
 
 
 @gluon.jit
@@ -110,7 +106,7 @@ def _piece(S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _copy_codes(slot, codes, rows, left, K, S: gl.constexpr, C: gl.constexpr):
-    """Ask for codes of 64 k, of so many rows from a thread's first one on, of which so many k are left."""
+    """Ask for codes of a chunk, of so many rows from a thread's first one on, of which so many k are left."""
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     row, piece = _piece(S, C)
     column = piece ^ (row // gl.constexpr(8 // pieces) % pieces)
@@ -177,7 +173,7 @@ def _tile_at(position, work, C: gl.constexpr):
 
 @gluon.jit
 def _codes_at(position, k, K, work, weights, S: gl.constexpr, C: gl.constexpr):
-    """The address of a thread's first piece of codes of 64 k of a tile, and the rows from there on."""
+    """The address of a thread's first piece of codes of a tile from k on, and the rows from there on."""
     tile, _ = _tile_at(position, work, C)
     codes, _, _, _, _, _, N, n0 = place(tile, weights, C)
     width = K // S.codes_per_word
@@ -201,24 +197,25 @@ def _copy_x(X, pool, M, K, weights, C: gl.constexpr):
         gdc_wait()
     while done < end:
         _, block = _tile_at(position, work, C)
-        for half in gl.static_range(2):
+        for i in gl.static_range(gl.constexpr(C.step // C.chunk)):
             _asm(_await_asm(C.barriers_at), "=r,r,r,~{memory}", [slot * 8, parity ^ 1])
             there = view(pool, gl.constexpr(C.barriers_at // 8 + C.x_stages) + slot, gl.int64, one, mbarrier.MBarrierLayout())
             mbarrier.expect(there, C.x_bytes)
-            copy_tile(X, [block * C.block_m, step * C.step + half * C.chunk], there, _x_of(pool, slot, C))
+            for j in gl.static_range(gl.constexpr(C.k_blocks)):
+                copy_tile(X, [block * C.block_m, step * C.step + i * C.chunk + j * 64], there, _x_of(pool, slot, j, C))
             slot, parity = _turn(slot, parity, C)
         position, step, done, _ = _advance(position, step, done, work)
 
 
 @gluon.jit
-def _fetch(half: gl.constexpr, ahead, end, K, work, weights, S: gl.constexpr, C: gl.constexpr):
-    """Ask for the next codes: the first or the second 64 k of a step."""
+def _fetch(chunk: gl.constexpr, ahead, end, K, work, weights, S: gl.constexpr, C: gl.constexpr):
+    """Ask for the next codes: this chunk of a step."""
     slot, position, step, done, codes, rows = ahead
-    left = gl.where(done < end, K - (step * C.step + half * C.chunk), 0)
+    left = gl.where(done < end, K - (step * C.step + chunk * C.chunk), 0)
     _copy_codes(slot, codes, rows, left, K, S, C)
     slot = gl.where(slot == C.stages - 1, 0, slot + 1)
     codes += C.chunk // S.codes_per_word * 2
-    if half == 1:
+    if chunk == C.step // C.chunk - 1:
         position, step, done, over = _advance(position, step, done, work)
         if over:
             codes, rows = _codes_at(position, 0, K, work, weights, S, C)
@@ -227,36 +224,55 @@ def _fetch(half: gl.constexpr, ahead, end, K, work, weights, S: gl.constexpr, C:
 
 @gluon.jit
 def _words_of(pool, slot, groups: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """The words of a slot of codes, once at most so many groups of this thread's later copies are under way."""
+    """The first words of a slot of codes, once at most so many groups of this thread's later copies are under way."""
     _asm(_codes_there_asm(groups), "=r,~{memory}", [])
-    return load_words(pool, slot, S, C)
+    return load_words(pool, slot, 0, S, C)
 
 
 @gluon.jit
-def _multiply(p, words, pool, slots, scale, zero, adds: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """The MMAs of 64 k, left under way; those before are done. With four, the next codes are unpacked under each.
+def _multiply(p, words, pool, slots, block: gl.constexpr, scale, zero, adds: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The MMAs of 64 k, a block of a slot, left under way; those before are done. With four, the next are unpacked under each.
 
     words: of these codes, and those of the next are returned, loaded halfway; both () where a single MMA takes 64 k.
     """
     x_slot, parity, code_slot = slots
+    last: gl.constexpr = block == C.k_blocks - 1
     following = gl.where(code_slot == C.stages - 1, 0, code_slot + 1)
     if C.pieces == 1:
         words = _words_of(pool, code_slot, gl.constexpr(C.ahead - 1), S, C)
     packed = packed_operands(words, scale, zero, S, C)
     left = unpacked(packed, 0, S, C)
-    _asm(_await_asm(C.barriers_at + 8 * C.x_stages), "=r,r,r,~{memory}", [x_slot * 8, parity])
-    x = _x_of(pool, x_slot, C)
-    width: gl.constexpr = C.chunk // C.pieces
+    if block == 0:
+        _asm(_await_asm(C.barriers_at + 8 * C.x_stages), "=r,r,r,~{memory}", [x_slot * 8, parity])
+    x = _x_of(pool, x_slot, block, C)
+    width: gl.constexpr = 64 // C.pieces
     words = ()
     for i in gl.static_range(gl.constexpr(C.pieces)):
         right = x.slice(width * i, width, dim=1).permute([1, 0])
         p = warpgroup_mma(left, right, p, use_acc=adds or i > 0, is_async=True)
-        if i == 1:
-            words = _words_of(pool, following, gl.constexpr(C.ahead - 2), S, C)
+        if i == 1 and last:
+            words = _words_of(pool, following, gl.constexpr(C.ahead - 2 + (C.k_blocks > 1)), S, C)
+        elif i == 1:
+            words = load_words(pool, code_slot, block + 1, S, C)
         if i + 1 < C.pieces:
             left = unpacked(packed, i + 1, S, C)
-    x_slot, parity = _turn(x_slot, parity, C)
-    return warpgroup_mma_wait(C.pieces, deps=[p]), words, (x_slot, parity, following)
+    if last:
+        x_slot, parity = _turn(x_slot, parity, C)
+        code_slot = following
+    return warpgroup_mma_wait(C.pieces, deps=[p]), words, (x_slot, parity, code_slot)
+
+
+@gluon.jit
+def _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, first: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """A step's MMAs, and copies that are further ahead; first: of a tile."""
+    for half in gl.static_range(2):
+        x_slot = slots[0]
+        p, words, slots = _multiply(p, words, pool, slots, half % C.k_blocks, scale[half], zero[half], half > 0 or not first, S, C)
+        if half % C.k_blocks == 0:
+            if half > 0 or not first:
+                _free_x_before(x_slot, C)
+            ahead = _fetch((half + C.ahead) % (C.step // C.chunk), ahead, end, K, work, weights, S, C)
+    return p, words, slots, ahead
 
 
 @gluon.jit
@@ -269,7 +285,7 @@ def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
     codes, rows = _codes_at(position, step * C.step, K, work, weights, S, C)
     ahead = (end * 0, position, step, end * 0, codes, rows)
     for i in gl.static_range(gl.constexpr(C.ahead)):
-        ahead = _fetch(i % 2, ahead, end, K, work, weights, S, C)
+        ahead = _fetch(i % (C.step // C.chunk), ahead, end, K, work, weights, S, C)
     if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -286,22 +302,13 @@ def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
         next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, step + 1, K, S, C)
         # The first step separately: its MMAs define the sums. Were they set to 0, the assembler would make all MMAs wait.
         p = gl.full([C.tile, C.block_m], 0.0, gl.float32, sums_layout(C))
-        for half in gl.static_range(2):
-            before = slots[0]
-            p, words, slots = _multiply(p, words, pool, slots, scale[half], zero[half], half > 0, S, C)
-            if half > 0:
-                _free_x(gl.where(before == 0, C.x_stages - 1, before - 1), C)
-            ahead = _fetch((half + C.ahead) % 2, ahead, end, K, work, weights, S, C)
+        p, words, slots, ahead = _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, True, S, C)
         for now in range(step + 1, stop):
             scale, zero = next_scale, next_zero
             next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, now + 1, K, S, C)
-            for half in gl.static_range(2):
-                before = slots[0]
-                p, words, slots = _multiply(p, words, pool, slots, scale[half], zero[half], True, S, C)
-                _free_x(gl.where(before == 0, C.x_stages - 1, before - 1), C)
-                ahead = _fetch((half + C.ahead) % 2, ahead, end, K, work, weights, S, C)
+            p, words, slots, ahead = _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, False, S, C)
         sums = columns_of(warpgroup_mma_wait(0, deps=[p]), C)
-        _free_x(gl.where(slots[0] == 0, C.x_stages - 1, slots[0] - 1), C)
+        _free_x_before(slots[0], C)
         if C.whole or stop - step == steps:
             for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
                 write_columns(sums[i], tile, block * C.block_m + i * C.sums, M, weights, S, C)
@@ -345,6 +352,6 @@ def launches(
 ) -> list[Launch]:
     """As `mma.launches`. The kernel takes a TMA descriptor of x in place of its address."""
     spec = plan.spec
-    described = TensorDescriptor.from_tensor(x, [spec.block_m, spec.chunk], _x_layout())
+    described = TensorDescriptor.from_tensor(x, [spec.block_m, 64], _x_layout())
     options = {"launch_pdl": spec.use_pdl, "num_warps": spec.warps, "maxnreg": spec.registers}
     return [Launch(linear_large, (plan.programs,), (described, partials, semaphores, *x.shape, weights, spec), options)]

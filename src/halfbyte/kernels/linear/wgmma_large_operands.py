@@ -53,13 +53,15 @@ def _ring_layout(S, C):
 
 
 @gluon.jit
-def load_words(pool, slot, S: gl.constexpr, C: gl.constexpr):
-    """The 32-bit words of a slot of codes, [tile, 8]: the word that holds eight k, or the two words."""
+def load_words(pool, slot, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The 32-bit words of 64 k of a slot of codes, [tile, 8]: the word that holds eight k, or the two words."""
     layout: gl.constexpr = gl.SliceLayout(2, _by_groups(C, 8).type.layout)
     words: gl.constexpr = gl.constexpr(S.words(C) // 2)
     shape: gl.constexpr = [C.tile, words]
     codes = view(pool, slot, gl.int32, shape, _ring_layout(S, C))
-    if words == 8:
+    if C.k_blocks > 1:
+        codes = codes.slice(block * (words // C.k_blocks), words // C.k_blocks, dim=1)
+    if S.codes_per_word == 4:
         return (codes.load(layout),)
     else:
         one = gl.full([C.tile, 8], 0, gl.int32, layout)
@@ -226,7 +228,7 @@ def _load_groups(base, n0, rows, k, K, groups: gl.constexpr, layout: gl.constexp
 @gluon.jit
 def _groups_of_step(base, n0, rows, step, K, S: gl.constexpr, C: gl.constexpr):
     """Numbers of both halves of a step, [tile, groups] each."""
-    groups: gl.constexpr = gl.constexpr(max(1, C.chunk // S.group))
+    groups: gl.constexpr = gl.constexpr(max(1, 64 // S.group))
     layout: gl.constexpr = gl.SliceLayout(2, _by_groups(C, groups).type.layout)
     if S.group == C.step:
         one = _load_groups(base, n0, rows, step * C.step, K, 1, layout, S, C)
