@@ -19,11 +19,9 @@ FEWEST_ROWS, _ROWS_OF_SHORT_TILES, _SHORT_STEPS = 33, 64, {True: 8, False: 20}
 #: Measured on an H200.
 _STEP_COST = {True: {64: 0.96, 128: 1.05, 256: 1.3}, False: {64: 0.72, 128: 0.84, 256: 1.25}}
 _PART_COST = {64: 1.35, 128: 1.35, 256: 1.95}
-#: The fewest steps of a part of a tile.
-_FEWEST_STEPS = 4
-#: Slots of the ring of codes, which come from far, by the k of a slot: with 8 no room is left for the mbarriers. And the K from
-#: which on slots of 64 k are faster; measured with 4-bit integers on an H200.
-_CODE_STAGES, _LONG = {64: 7, 128: 4}, 8192
+#: The fewest steps of a part of a tile; slots of the ring of codes, which come from far: with 8 of 64 k no room is left for the
+#: mbarriers. The K from which on slots of 64 k are faster than of 128 for 4-bit integers, as measured on an H200.
+_FEWEST_STEPS, _CODE_STAGES, _LONG = 4, 7, 8192
 #: Kernels compute with positions of tiles in fp32.
 _MOST_TILES = 2**23
 
@@ -115,8 +113,9 @@ def large_plan(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
 
 def _staged(weights: tuple[WeightSpec, ...], block_m: int, p: GemmProblem, use_pdl: bool) -> LargeSpec:
     """The shape of a block with as many slots of x as shared memory has room for, at most 8."""
-    chunk = 128 if block_m < 256 and weights[0].kind == "unsigned" and p.width < _LONG else 64
-    shape = LargeSpec(weights, p.half, block_m, chunk, _CODE_STAGES[chunk], 1, use_pdl, x_stages=3)
+    kind = weights[0].kind
+    chunk = 128 if block_m < 256 and (kind == "table" or (kind == "unsigned" and p.width < _LONG)) else 64
+    shape = LargeSpec(weights, p.half, block_m, chunk, _CODE_STAGES, 1, use_pdl, x_stages=3)
     shape = replace(shape, whole_tiles=all(n % shape.tile == 0 for n in p.features), aligned=p.width % shape.step == 0)
     fits = [s for n in range(3, 9) if (s := replace(shape, x_stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
     return fits[-1]
