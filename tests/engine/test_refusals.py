@@ -8,7 +8,7 @@ import pytest
 import torch
 from engines import SHIPPED, engine, generate, later, plan_for, quantized, save
 from tiny_models import LLAMA, made
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, Llama4TextConfig, LlamaConfig
 
 from halfbyte.calibrated_keys import CalibratedKeys, key_transform
 from halfbyte.errors import HalfbyteError
@@ -57,6 +57,12 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert "multi-head latent attention (MLA), which halfbyte's backend does not serve" in refused(
         backend_name("int8", "int8"), model=folder
     )
+
+
+def test_chunked_attention(tmp_path: Path) -> None:
+    sizes = {"head_dim": 32, "intermediate_size_mlp": 128, "num_local_experts": 2, "attention_chunk_size": 64}
+    folder = save(made(Llama4TextConfig(**LLAMA | sizes)), tmp_path / "llama4")
+    assert "this model has chunked attention, or another" in refused(backend_name("int8", "int8"), model=folder)
 
 
 @pytest.mark.parametrize(
