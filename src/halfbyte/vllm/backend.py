@@ -62,11 +62,9 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
     def __init_subclass__(cls) -> None:
-        if "get_builder_cls" in vars(cls):  # which would be dropped: a layer takes the backend of its own formats
-            raise Unsupported(
-                f"{cls.__name__}: this model has chunked attention, or another that vLLM builds around a backend, which halfbyte's "
-                f"does not serve; start vLLM without --attention-backend: weights can be quantized all the same"
-            )
+        if "get_builder_cls" in vars(cls):  # it would be dropped: a layer takes the backend of its own formats
+            reason = "chunked attention, or another that vLLM builds around a backend, is not served by halfbyte's"
+            raise Unsupported(f"{cls.__name__}: {reason}; start without --attention-backend: weights can be quantized all the same")
 
     @classmethod
     def get_name(cls) -> str:
