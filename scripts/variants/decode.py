@@ -23,7 +23,7 @@ _CHANNELS = "up to 152 bytes, where more than 8 query rows take per-channel scal
 _TAIL = "up to 208 bytes, where 16 query rows, or heads of 256, take a tail: none in the loop over tiles but with heads of 256"
 _SPLITS = "up to 96 bytes, where queries stay in registers while splits of fixed size are added, of 16 rows or with a tail"
 _FULL = "up to 192 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
-_LATENTS = "up to 800 bytes: queries of an item and sums of parts; with 64 rows a few words in the loop over tiles, too"
+_LATENTS = "up to 304 bytes: queries of an item and sums of parts; with 32 rows a few words in the loop over tiles, too"
 
 #: Calls of the sample that are compiled with `deterministic_batch`, too.
 _INVARIANT = {

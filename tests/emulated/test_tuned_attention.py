@@ -120,7 +120,7 @@ CASES = {
         (70, 24),
     ),
     "a prompt of 16 bits": Case(Variant("bf16", "bf16", group=1, queries=70), 2, (70, 100)),
-    "latents, 16 heads": Case(Variant("int8", "int8", group=16, **LATENT), 1, (300, 7)),
+    "latents, 16 heads": Case(Variant("int8", "int8", group=16, **LATENT), 1, (1300, 7)),
     "latents in pages, rotary keys in 16 bits": Case(Variant("bf16", "int4", group=10, page=16, **LATENT), 1, (130, 0, 47)),
     "latents, 128 heads": Case(Variant("fp8", "int8_tensor", group=128, **LATENT), 1, (70, 9), early=True, v_scale=100.0),
     "latents, every option": Case(

@@ -263,10 +263,11 @@ def latents(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> Dec
         return f"{which}: the tuned kernel takes no groups, channels or 16-bit latents, and dims that are powers of two"
     if p.queries > LATENT_ROWS:
         return f"latents (MLA) with {p.queries} new tokens; the tuned kernel takes {LATENT_ROWS}"
-    for most, warps, per_sm, stages in ((32, 8, 1, 3), (32, 8, 1, 2), (16, 4, 2, 3), (16, 4, 2, 2), (16, 4, 1, 3), (16, 4, 1, 2)):
+    few = (16, 4, 32, 2) if values.bits <= 4 else (16, 8, 16, 1)  # measured on 2026-11-29
+    for most, warps, tokens, per_sm in ((32, 8, 16, 1), few, (16, 4, 16, 2), (16, 4, 16, 1)):
         heads = max((n for n in range(1, p.group + 1) if p.group % n == 0 and n * p.queries <= most), default=0)
         rows = heads * p.queries
-        tiles = {"warps": warps, "tokens": 16, "stages": stages, "rows": rows, "padded_rows": most, "heads": 1}
+        tiles = {"warps": warps, "tokens": tokens, "stages": 2, "rows": rows, "padded_rows": most, "heads": 1}
         shape = Shape(DecodeLatentSpec(**vars(base) | tiles), per_sm)
         if rows > most // 2 * (most > 16) and shape.fits(limit):
             return _planned(shape, p, num_sms, limit)

@@ -183,16 +183,10 @@ class DecodeLatentSpec(DecodeSpec):
         return True  # memory is reinterpreted as a whole only
 
     @property
-    def late(self) -> int:
-        """1: products with a tile's values run together with those with the keys of the next one, which takes a stage more."""
-        return int(self.stages > 2)
-
-    @property
     def shared_bytes(self) -> int:
         ring = self.ring_bytes // self.stages * (self.stages + self.pad_slots)
-        queries = sum(2 * s.codes_per_word * s.padded for s in (self.keys, self.values))
-        weights = (2 * self.tile + 4 * self.warps) * (1 + self.late)
-        return ring + self.padded_rows * (queries + weights + 4 * self.warps)
+        dims = sum(s.codes_per_word * s.padded for s in (self.keys, self.values))
+        return ring + 2 * self.padded_rows * (dims + self.tile) + 4 * self.warps * self.padded_rows
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ def _at_once(S):
 
 @gluon.constexpr_function
 def _chains(S, C):
-    """Sums that products of scores are added to in turn: with few rows several, so that none waits for long."""
     return S.codes_per_word if C.padded_rows == 16 else 1
 
 
@@ -98,41 +97,27 @@ def _codes(rings, slot, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _queries_at(queries, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """The right operands of the words that are unpacked at a time, by code of a word."""
-    lb: gl.constexpr = gl.DotOperandLayout(1, latent_layout(C), 2)
-    W: gl.constexpr = _at_once(S)
-    parts = ()
-    for j in gl.static_range(gl.constexpr(S.codes_per_word)):
-        parts = parts + (queries.slice(j * S.padded + c * W, W, dim=1).permute([1, 0]).load(lb),)
-    return parts
-
-
-@gluon.jit
 def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
     """q . k of one tile in fp32, [tile, R], scales and offsets included. query: its sums, and the factor of scores."""
     mma: gl.constexpr = latent_layout(C)
     la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     N: gl.constexpr = S.codes_per_word
     W: gl.constexpr = _at_once(S)
     sums, factor = query
     codes = _codes(rings, slot, S, C)
     zero = gl.full([C.tile, C.padded_rows], 0.0, gl.float32, mma)
-    dots = ()
+    dots = ()  # chains of products: few rows have one for each code of a word, so that none waits for long
     for j in gl.static_range(gl.constexpr(_chains(S, C))):
         if j == 0 and S.kind == "signed":
             dots = dots + (zero - sums * (128.0 / 16777216.0),)
         else:
             dots = dots + (zero,)
-    words = codes.slice(0, W, dim=1).load(la)
-    q = _queries_at(queries, 0, S, C)
     for c in gl.static_range(gl.constexpr(S.padded // W)):
-        planes, here = unpack(words, S), q
-        if c + 1 < S.padded // W:  # the next ones, ahead of the products
-            words = codes.slice((c + 1) * W, W, dim=1).load(la)
-            q = _queries_at(queries, c + 1, S, C)
+        planes = unpack(codes.slice(c * W, W, dim=1).load(la), S)
         for j in gl.static_range(N):
-            dots = dots[1:] + (mma_v2(planes[j], here[j], dots[0]),)
+            q = queries.slice(j * S.padded + c * W, W, dim=1).permute([1, 0]).load(lb)
+            dots = dots[1:] + (mma_v2(planes[j], q, dots[0]),)
     dot = dots[0]
     for j in gl.static_range(1, gl.constexpr(_chains(S, C))):
         dot += dots[j]
@@ -146,12 +131,6 @@ def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _by_warps(x, C: gl.constexpr):
-    """A tile's numbers by warp: [tokens of a warp / 16, warps, 16, R]."""
-    return gl.reshape(x, [C.tile // (16 * C.warps), C.warps, 16, C.padded_rows])
-
-
-@gluon.jit
 def _by_lanes(x, C: gl.constexpr):
     """Sums over the tokens that a lane holds: [warps, 8, R]."""
     x = gl.reshape(x, [C.tile // (16 * C.warps), C.warps, 2, 8, C.padded_rows])
@@ -159,116 +138,64 @@ def _by_lanes(x, C: gl.constexpr):
 
 
 @gluon.jit
-def _of_values(rings, slot, S: gl.constexpr, C: gl.constexpr):
-    """Scales and offsets of a tile's tokens as values, [tile, 1], if there are any."""
+def _accumulate(weights, rings, slot, s, ok, state, S: gl.constexpr, C: gl.constexpr):
+    """One tile's online softmax and its product with the latents. state: (m, l, z, o by code of a word)."""
     mma: gl.constexpr = latent_layout(C)
-    scale = gl.full([C.tile, 1], 1.0, gl.float32, mma)
-    offset = scale
+    la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    N: gl.constexpr = S.codes_per_word
+    m, l, z, o = state
     if S.scale == "token":
-        scale = of_tokens(rings[1], slot, 0, mma, S, C)
-    if S.offset:
-        offset = of_tokens(rings[2], slot, 0, mma, S, C)
-    return scale, offset
-
-
-@gluon.jit
-def _weigh(weights, tops, s, scaling, ok, state, S: gl.constexpr, C: gl.constexpr):
-    """A tile's weights, into shared memory, with the maximum of each warp that they are relative to.
-
-    state: (m, l, z) of each warp: [warps, R] and by lanes. Maxima are whole numbers, so that powers of two bring weights of
-    several warps to the same maximum, without another rounding.
-    """
-    scale, offset = scaling
-    m, l, z = state
-    if S.scale == "token":
-        scale = gl.where(ok, scale, 0.0)
-        peak = _by_warps(s + log2_of(scale), C)
+        scale = gl.where(ok, of_tokens(rings[1], slot, 0, mma, S, C), 0.0)
+        peak = gl.max(s + log2_of(scale), axis=0)
     else:
-        peak = _by_warps(s, C)
-    peak = gl.max(gl.max(peak, axis=2), axis=0)
-    new = gl.maximum(m, gl.ceil(peak) - 8.0)
+        peak = gl.max(s, axis=0)
+    new = gl.maximum(m, peak - 8.0)
     keep = gl.exp2(m - new)
-    s = _by_warps(s, C)
-    by_warp = gl.convert_layout(new, gl.SliceLayout(0, gl.SliceLayout(2, s.type.layout)), assert_trivial=True)[None, :, None, :]
-    p = gl.convert_layout(gl.reshape(gl.exp2(s - by_warp), [C.tile, C.padded_rows]), latent_layout(C), assert_trivial=True)
-    kept = gl.convert_layout(keep, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None, :]
-    l = l * kept + _by_lanes(p, C)
+    p = gl.exp2(s - new[None, :])
+    kept = keep[None, :]
+    by_lane = gl.convert_layout(keep, gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout)))[None, None, :]
+    l = l * by_lane + _by_lanes(p, C)
     weight = p
     if S.scale == "token":
         weight = p * scale
     narrow = weight.to(gl.float16)
     weights.store(narrow)
-    tops.store(new)
     if S.offset:
-        z = z * kept + _by_lanes(p * gl.where(ok, offset, 0.0), C)
+        z = z * by_lane + _by_lanes(p * gl.where(ok, of_tokens(rings[2], slot, 0, mma, S, C), 0.0), C)
     elif S.kind == "signed":
-        z = z * kept + _by_lanes(narrow.to(gl.float32) * -128.0, C)  # the weights as rounded, so that large sums cancel exactly
-    return new, l, z
-
-
-@gluon.jit
-def _top_of(tops, layout: gl.constexpr, C: gl.constexpr):
-    """The largest of the warps' maxima, [1, R]."""
-    top = tops.slice(0, 1, dim=0).load(layout)
-    for w in gl.static_range(1, gl.constexpr(C.warps)):
-        top = gl.maximum(top, tops.slice(w, 1, dim=0).load(layout))
-    return top
-
-
-@gluon.jit
-def _add_values(weights, tops, rings, slot, top, o, S: gl.constexpr, C: gl.constexpr):
-    """The outputs, by code of a word, relative to the new maximum, with a tile's latents times their weights. top: [1, R]."""
-    mma: gl.constexpr = latent_layout(C)
-    la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    N: gl.constexpr = S.codes_per_word
-    codes = _codes(rings, slot, S, C)
-    words = codes.slice(0, 16, dim=0).permute([1, 0]).load(la)
-    new = _top_of(tops, mma, C)
-    of_operand = _top_of(tops, lb, C)
-    kept = gl.exp2(top - new)
+        z = z * by_lane + _by_lanes(narrow.to(gl.float32) * -128.0, C)  # the weights as rounded, so that large sums cancel exactly
     scaled = ()
     for j in gl.static_range(N):
         scaled = scaled + (o[j] * kept,)
     o = scaled
+    codes = _codes(rings, slot, S, C)
+    barrier()
     for c in gl.static_range(gl.constexpr(C.tile // 16)):
-        factor = gl.exp2(tops.slice(c % C.warps, 1, dim=0).load(lb) - of_operand)
-        w = weights.slice(c * 16, 16, dim=0).load(lb) * factor.to(gl.float16)
-        planes = unpack(words, S)
-        if c + 1 < C.tile // 16:  # the next ones, ahead of the products
-            words = codes.slice((c + 1) * 16, 16, dim=0).permute([1, 0]).load(la)
+        planes = unpack(codes.slice(c * 16, 16, dim=0).permute([1, 0]).load(la), S)
+        w = weights.slice(c * 16, 16, dim=0).load(lb)
         added = ()
         for j in gl.static_range(N):
             added = added + (mma_v2(planes[j], w, o[j]),)
         o = added
-    return new, o
+    return new, l, z, o
 
 
 @gluon.jit
-def _whole(state, top, o, C: gl.constexpr):
+def _whole(m, l, z, o, C: gl.constexpr):
     """The state of an item's rows as partial results have it: m and l [1, R, 1], and values; of one head."""
     S: gl.constexpr = C.values
     lo: gl.constexpr = sum_layout(S, C)
     rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, lo))
-    m, l, z = state
-    top = gl.max(top, axis=0)
-    of_warp = gl.exp2(m - gl.convert_layout(top, gl.SliceLayout(0, m.type.layout))[None, :])
     scaled = ()
     for j in gl.static_range(gl.constexpr(S.codes_per_word)):
         scaled = scaled + (o[j] * post_scale_of(S, j),)
     value = gl.convert_layout(stack(scaled, S.codes_per_word), lo, assert_trivial=True)
     if S.shifted:
-        shift = gl.sum(_of_rows(z, of_warp), axis=0)
-        value += gl.convert_layout(shift, rows)[None, :, None]
-    total = gl.sum(_of_rows(l, of_warp), axis=0)
-    return ((gl.convert_layout(top, rows)[None, :, None], gl.convert_layout(total, rows)[None, :, None], (value,)),)
-
-
-@gluon.jit
-def _of_rows(x, factor):
-    """Sums by lanes, [warps, 8, R], as sums of a warp times its factor, [warps, R]."""
-    x = gl.sum(x, axis=1)
-    return x * gl.convert_layout(factor, x.type.layout, assert_trivial=True)
+        value += gl.convert_layout(gl.sum(gl.sum(z, axis=1), axis=0), rows)[None, :, None]
+    top = gl.convert_layout(m, rows)[None, :, None]
+    total = gl.convert_layout(gl.sum(gl.sum(l, axis=1), axis=0), rows)[None, :, None]
+    return ((top, total, (value,)),)
 
 
 @gluon.jit
@@ -284,10 +211,7 @@ def decode_latents(call: Call, C: gl.constexpr):
     v_rings = make_rings(VS, C)
     k_queries = gl.allocate_shared_memory(_query_dtype(KS), [R, k_dim], _operand_layout(k_dim))
     v_queries = gl.allocate_shared_memory(gl.float16, [R, v_dim], _operand_layout(v_dim))
-    late: gl.constexpr = C.late
-    ahead: gl.constexpr = C.stages - 1 - late
-    weights = gl.allocate_shared_memory(gl.float16, [1 + late, C.tile, R], _operand_layout(R))
-    tops = gl.allocate_shared_memory(gl.float32, [1 + late, C.warps, R], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    weights = gl.allocate_shared_memory(gl.float16, [C.tile, R], _operand_layout(R))
     at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
     ok = at < call.batch
     if C.use_pdl:
@@ -305,7 +229,7 @@ def decode_latents(call: Call, C: gl.constexpr):
         page = page_of_tile(k_at, t_begin, hi, C)
         rotary = load_rows(call, b, h, v_dim, KS, C)
         latent = load_rows(call, b, h, 0, VS, C)
-        for i in range(ahead):
+        for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, hi, C)
         first_program = program_at(start, programs, total)
         last_program = program_at(start + cost - 1, programs, total)
@@ -338,30 +262,20 @@ def decode_latents(call: Call, C: gl.constexpr):
             lo_all = gl.maximum(lo, first + (C.queries - call.window))
         hi_all = gl.minimum(hi, gl.minimum(limit, first + 1))
 
-        none = gl.full([C.tile, R], 0.0, gl.float32, mma)
-        m = gl.max(gl.max(_by_warps(none - 3.0e38, C), axis=2), axis=0)
-        l = _by_lanes(none, C)
-        state = m, l, l
-        top = gl.full([1, R], -3.0e38, gl.float32, mma)
+        m = gl.full([R], -3.0e38, gl.float32, gl.SliceLayout(0, mma))
         zero = gl.full([VS.padded, R], 0.0, gl.float32, mma)
+        l = _by_lanes(gl.full([C.tile, R], 0.0, gl.float32, mma), C)
+        z = l
         o = ()
         for j in gl.static_range(gl.constexpr(VS.codes_per_word)):
             o = o + (zero,)
-        slot = gl.to_tensor(0)
-        last = slot
-        if late == 1:  # no weights before the first tile
-            weights.index((t_begin + 1) % 2).store(none.to(gl.float16))
-            tops.index((t_begin + 1) % 2).store(m)
+        slot = 0
         for tile in range(t_begin, t_end):
-            async_copy.wait_group(ahead - 1)
+            async_copy.wait_group(C.stages - 2)
             barrier()
+            free = gl.where(slot == 0, C.stages - 1, slot - 1)
+            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, hi, C)
             s = _scores(k_queries, k_rings, slot, k_query, KS, C) + _scores(v_queries, v_rings, slot, v_query, VS, C)
-            if late == 1:
-                top, o = _add_values(weights.index((tile + 1) % 2), tops.index((tile + 1) % 2), v_rings, last, top, o, VS, C)
-            scaling = _of_values(v_rings, slot, VS, C)
-            barrier()  # the one that the compiler would put before each of what follows
-            free = gl.where(slot + ahead >= C.stages, slot + ahead - C.stages, slot + ahead)
-            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + ahead, page, t_end, lo, hi, hi, C)
             token = tile * C.tile + t
             s = adjust(s, token, position, slopes, call.softcap, C)
             there = (token >= lo) & (token < hi)
@@ -370,20 +284,12 @@ def decode_latents(call: Call, C: gl.constexpr):
                 if C.window:
                     visible = visible & (token > position - call.window)
                 s = gl.where(visible, s, float("-inf"))
-            now = tile % (1 + late)
-            state = _weigh(weights.index(now), tops.index(now), s, scaling, there, state, VS, C)
-            if late == 0:
-                barrier()
-                top, o = _add_values(weights.index(0), tops.index(0), v_rings, slot, top, o, VS, C)
-            last = slot
+            m, l, z, o = _accumulate(weights, v_rings, slot, s, there, (m, l, z, o), VS, C)
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         async_copy.wait_group(0)
-        if late == 1:
-            barrier()
-            top, o = _add_values(weights.index((t_end + 1) % 2), tops.index((t_end + 1) % 2), v_rings, last, top, o, VS, C)
 
         item = b * call.heads + h
-        merged = _whole(state, top, o, C)
+        merged = _whole(m, l, z, o, C)
         whole = (begin == 0) & (end == cost)
         if not whole:
             write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
