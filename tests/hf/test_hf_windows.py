@@ -14,6 +14,7 @@ from test_hf_gemma import TEXTS, model_of
 from tiny_models import VOCAB
 
 import halfbyte.hf as hf
+from halfbyte import errors
 from halfbyte.errors import Unsupported
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.memory import packed_layers
@@ -118,6 +119,24 @@ def test_memory_at_sixteen_times_the_window() -> None:
         model(tokens(16 * 256)[:1], past_key_values=cache, logits_to_keep=1)
     assert cache.nbytes == sum(layer.kv.bytes_per_token for layer in cache.packed if layer.kv is not None) * (256 + 64)
     assert cache.nbytes * 12 < cache.bytes_per_token * 16 * 256
+
+
+def test_images_of_llama_4(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tokens like others; their encoder has no cache, and nobody is warned of that."""
+    monkeypatch.setattr(errors, "_WARNED", set())
+    config = tiny_config("llama4")
+    config.image_token_index, sizes = 5, dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64)
+    config.vision_config.update({**sizes, "image_size": 32, "patch_size": 8, "intermediate_size": 256})
+    torch.manual_seed(0)
+    plain = tf.Llama4ForConditionalGeneration(config).eval()
+    plain.generation_config.eos_token_id = None
+    packed = hf.quantize(copy.deepcopy(plain), keys="int8", values="int8")
+    ids = tokens(30).masked_fill(tokens(30) == 5, 6)
+    ids[:, [3, 4, 5, 6, 14, 15, 16, 17]] = 5
+    options = {"pixel_values": torch.randn(4, 3, 32, 32), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = plain.generate(ids, **options, past_key_values=rounded_cache(plain, "int8"))
+    assert torch.equal(packed.generate(ids, **options), expected)
+    assert not any("no packed KV cache" in str(w.message) for w in recwarn)
 
 
 def test_queries_that_grow_with_the_text_are_not_fused() -> None:

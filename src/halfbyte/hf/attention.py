@@ -148,7 +148,7 @@ def attention(
         latent_layer.learn(module, key)
         key, value = Handle(latent_layer, key, "keys"), Handle(latent_layer, value, "values")
     if not isinstance(key, Handle):
-        if getattr(module, "is_causal", True):  # an encoder of images has no cache
+        if kwargs.get("is_causal", getattr(module, "is_causal", True)):  # an encoder of images has no cache
             warn_once(_NO_CACHE)
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs), None
     _check_supported(module, kwargs)
