@@ -85,6 +85,15 @@ def test_every_format(name: str, dtype: torch.dtype, block: int) -> None:
     check(inputs(5, 256, dtype=dtype), build(name, 37, 256), inputs(37), block)
 
 
+@pytest.mark.parametrize("name", [name for name, fmt in WEIGHT_FORMATS.items() if fmt.code.per_byte == 2])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.usefixtures("path")
+def test_an_x_with_a_mean(name: str, rows: int) -> None:
+    """Values of codes that are rounded would be as wrong in every group."""
+    for mean in (0.5, 2):
+        check((inputs(rows, 1024) + mean).bfloat16(), build(name, 64, 1024), None)
+
+
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.usefixtures("path")
 def test_act_order(name: str) -> None:

@@ -251,7 +251,7 @@ class _Compiled:
         #: Of tiles: columns of a piece, and the arrays of all rows.
         self.piece = next((size for size in (128, 96, 64, 32, 16) if group % size == 0), 0)
         codes, _, *rest = self.arrays()
-        self.tiles = codes, _bf16_table(code) if self.nibbles else None, *rest
+        self.tiles = codes, *(_bf16_tables(code) if self.nibbles else (None, None)), *rest
 
     def arrays(self, lo: int = 0, hi: int | None = None) -> list[Any]:
         """Arguments of a loop: the arrays of rows lo to hi."""
@@ -291,9 +291,12 @@ def _codebook(code: Code) -> torch.Tensor:
 
 
 @functools.cache
-def _bf16_table(code: Code) -> np.ndarray[Any, Any]:
-    """The values of 4-bit codes twice, as the bits of bf16: uint16 [32]."""
-    return code.codebook().repeat(2).bfloat16().view(torch.uint16).numpy()
+def _bf16_tables(code: Code) -> tuple[Array, Array | None]:
+    """The values of 4-bit codes twice, as the bits of bf16: uint16 [32]; and what they lack, None if nothing."""
+    values = code.codebook().repeat(2)
+    rest = values - values.bfloat16().float()
+    first, second = (part.bfloat16().view(torch.uint16).numpy() for part in (values, rest))
+    return first, second if rest.any() else None
 
 
 @functools.cache

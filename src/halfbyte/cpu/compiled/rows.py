@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from halfbyte.cpu.compiled import loop
 from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, load, scales_at, spread, sum_of, zeros_at
-from halfbyte.cpu.compiled.tiles import INTS, PAIRS, WORDS, from_nibbles, number, sum_of_pair
+from halfbyte.cpu.compiled.tiles import INTS, WORDS, from_nibbles, number, products_of_pairs, sum_of_pair
 
 #: Columns of a step, and bytes.
 STEP, _BYTES = 128, 64
@@ -29,6 +29,7 @@ def _row(
     typing_context: Any,
     codes: Any,
     table: Any,
+    rest: Any,
     row: Any,
     scales: Any,
     scale_table: Any,
@@ -41,39 +42,40 @@ def _row(
     """y[0, row] = x . (row of the weight), with x and its sums as of `_arrange`; the other arguments as of `loop_for`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
-        own_codes, own_table, own_scales, own_scale_table, own_zeros, own_x, own_sums, out = (
-            array_of(context, builder, signature.args[i], args[i]) for i in (0, 1, 3, 4, 5, 6, 7, 8)
+        own_codes, own_table, own_rest, own_scales, own_scale_table, own_zeros, own_x, own_sums, out = (
+            array_of(context, builder, signature.args[i], args[i]) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9)
         )
         width, groups = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (own_codes, own_scales))
-        start, steps = builder.mul(args[2], width), builder.udiv(width, number(_BYTES))
-        numbers, none = load(builder, own_table.data, number(0), WORDS), ir.Constant(FLOATS, [0.0] * LANES)
+        start, steps = builder.mul(args[3], width), builder.udiv(width, number(_BYTES))
+        tables = [load(builder, part.data, number(0), WORDS) for part in (own_table, own_rest) if part is not None]
+        none = ir.Constant(FLOATS, [0.0] * LANES)
         together: int = per_step.literal_value
         places = [lane * together // LANES for lane in range(LANES)]
         total = cgutils.alloca_once_value(builder, none)
         pieces = groups if together == 1 else steps
         steps_a_piece = builder.udiv(steps, groups) if together == 1 else number(1)
         with cgutils.for_range(builder, pieces) as piece:
-            offset = builder.add(builder.mul(args[2], groups), builder.mul(piece.index, number(together)))
+            offset = builder.add(builder.mul(args[3], groups), builder.mul(piece.index, number(together)))
             scale = spread(builder, scales_at(builder, own_scales, own_scale_table, offset, together), places)
             if own_zeros is not None:
                 zero = spread(builder, zeros_at(builder, own_zeros, offset, together), places)
             with cgutils.for_range(builder, steps_a_piece) as inner:
                 step = builder.add(builder.mul(piece.index, steps_a_piece), inner.index)
                 at = builder.add(start, builder.mul(step, number(_BYTES)))
-                pairs = from_nibbles(builder, load(builder, own_codes.data, at, INTS), numbers)
+                words = load(builder, own_codes.data, at, INTS)
+                pairs = [pair for table in tables for pair in from_nibbles(builder, words, table)]
                 sums = [none, none]
                 if own_zeros is not None:
                     sums[0] = builder.fmul(zero, load(builder, own_sums.data, builder.mul(step, number(LANES)), FLOATS))
                 for i, pair in enumerate(pairs):
-                    place = builder.mul(builder.add(builder.mul(step, number(4)), number(i)), number(LANES))
-                    operands = builder.bitcast(pair, PAIRS), builder.bitcast(load(builder, own_x.data, place, INTS), PAIRS)
-                    sums[i % 2] = call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums[i % 2], *operands)
+                    place = builder.mul(builder.add(builder.mul(step, number(4)), number(i % 4)), number(LANES))
+                    sums[i % 2] = products_of_pairs(builder, sums[i % 2], pair, load(builder, own_x.data, place, INTS))
                 more = call(builder, f"llvm.fma.v{LANES}f32", FLOATS, builder.fadd(*sums), scale, builder.load(total))
                 builder.store(more, total)
-        builder.store(sum_of(builder, builder.load(total)), builder.gep(out.data, [args[2]]))
+        builder.store(sum_of(builder, builder.load(total)), builder.gep(out.data, [args[3]]))
         return context.get_dummy_value()
 
-    return types.void(codes, table, row, scales, scale_table, zeros, x, x_sums, y, per_step), codegen
+    return types.void(codes, table, rest, row, scales, scale_table, zeros, x, x_sums, y, per_step), codegen
 
 
 @loop
@@ -100,6 +102,7 @@ def loop_for(per_step: int) -> Any:
     def rows(
         codes: Array,
         table: Array,
+        rest: Array | None,
         scales: Array,
         scale_table: Array | None,
         zeros: Array | None,
@@ -116,6 +119,6 @@ def loop_for(per_step: int) -> Any:
         sums = memory[start + 64 * steps : start + 80 * steps].view(np.float32).reshape((steps, 16))
         _arrange(x, columns, sums)
         for row in range(16 * first, min(16 * last, len(codes))):
-            _row(codes, table, row, scales, scale_table, zeros, columns, sums, y, per_step)
+            _row(codes, table, rest, row, scales, scale_table, zeros, columns, sums, y, per_step)
 
     return rows

@@ -5,7 +5,8 @@ holds codes of its own row. A pair of codes becomes two bf16 numbers, by a looku
 the pair by two columns of a token of x, and adds both products to an fp32 sum. So a code is decoded once for all of x, the scale of
 a group is applied to a vector of rows, and no sum crosses lanes.
 
-Codes are exact in bf16 but for nf4 and fp4, which are rounded as in a model of 16 bits. Scales and zero points stay in fp32, and
+The values of codes are exact in bf16 but for nf4 and fp4, which are sums of two bf16 numbers: one that is rounded is as wrong in
+every group, which adds up where x has a mean. Scales and zero points stay in fp32, and
 are applied to the sums of at most 128 columns, where a zero point times the sum of x cancels few bits.
 """
 
@@ -102,21 +103,27 @@ def _from_bytes(builder: ir.IRBuilder, words: ir.Value) -> list[ir.Value]:
     return [builder.or_(builder.and_(odd, upper), builder.lshr(even, half)) for even, odd in (floats[:2], floats[2:])]
 
 
+def products_of_pairs(builder: ir.IRBuilder, sums: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
+    """sums + the products of two vectors of pairs."""
+    operands = sums, builder.bitcast(first, PAIRS), builder.bitcast(second, PAIRS)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, *operands)
+
+
 class _Tile:
     """Emits code for 16 rows times `count` tokens of x. Arguments as in `_tile`."""
 
     def __init__(self, context: Any, builder: ir.IRBuilder, kinds: tuple[Any, ...], args: tuple[ir.Value, ...]) -> None:
         self.builder = builder
-        self.codes, table, self.scales, self.zeros, self.x, self.x_sums, self.y = (
-            array_of(context, builder, kinds[i], args[i]) for i in (0, 1, 3, 5, 6, 7, 8)
+        self.codes, table, rest, self.scales, self.zeros, self.x, self.x_sums, self.y = (
+            array_of(context, builder, kinds[i], args[i]) for i in (0, 1, 2, 4, 6, 7, 8, 9)
         )
-        self.has_zeros = not isinstance(kinds[4], types.NoneType)
-        self.row, self.pieces, self.groups = args[2], args[9], args[10]
-        self.count: int = kinds[11].literal_value
+        self.has_zeros = not isinstance(kinds[5], types.NoneType)
+        self.row, self.pieces, self.groups = args[3], args[10], args[11]
+        self.count: int = kinds[12].literal_value
         self.width = cgutils.unpack_tuple(builder, self.codes.shape)[1]
         self.starts = [builder.mul(builder.add(self.row, number(lane)), self.width) for lane in range(LANES)]
         self.next_tile = builder.mul(builder.add(self.row, number(LANES)), self.width)
-        self.table = None if table is None else load(builder, table.data, number(0), WORDS)
+        self.table, self.rest = (None if part is None else load(builder, part.data, number(0), WORDS) for part in (table, rest))
         self.pairs = 2 if table is None else 4  # vectors of pairs in one of words
         # Several sums for the same numbers, where they are few: an addition waits for the one before.
         self.sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(self.count)] for _ in range(min(4, LANES // self.count))]
@@ -131,13 +138,14 @@ class _Tile:
         """Add the products of `words`, which begin at byte `at` + 4 * `word`, to the sums."""
         builder = self.builder
         pairs = _from_bytes(builder, words) if self.table is None else from_nibbles(builder, words, self.table)
+        rests = [None] * len(pairs) if self.rest is None else from_nibbles(builder, words, self.rest)
         columns = builder.mul(builder.udiv(at, number(4)), number(self.pairs))
-        for i, pair in enumerate(pairs, word * self.pairs):
+        for i, parts in enumerate(zip(pairs, rests, strict=True), word * self.pairs):
             first = builder.mul(builder.add(columns, number(i)), number(self.count))
             for m, place in enumerate(self.sums[i % len(self.sums)]):
                 x = _broadcast(builder, self.x.data, builder.add(first, number(m)), INTS)
-                operands = builder.load(place), builder.bitcast(pair, PAIRS), builder.bitcast(x, PAIRS)
-                builder.store(call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, *operands), place)
+                for part in filter(None, parts):
+                    builder.store(products_of_pairs(builder, builder.load(place), part, x), place)
 
     def finish(self, piece: ir.Value, group: ir.Value) -> None:
         """Add the sums of a piece of the columns, times the scales of its group, to the totals."""
@@ -204,6 +212,7 @@ def _tile(
     typing_context: Any,
     codes: Any,
     table: Any,
+    rest: Any,
     row: Any,
     scales: Any,
     zeros: Any,
@@ -231,7 +240,7 @@ def _tile(
         tile.store()
         return context.get_dummy_value()
 
-    return types.void(codes, table, row, scales, zeros, tile_zeros, x, x_sums, y, pieces, groups, count, is_narrow), codegen
+    return types.void(codes, table, rest, row, scales, zeros, tile_zeros, x, x_sums, y, pieces, groups, count, is_narrow), codegen
 
 
 @intrinsic
@@ -300,6 +309,7 @@ def loop_for(count: int, is_narrow: bool) -> Any:
     is_narrow    whether a group has 16 codes, of 4 bits; otherwise it has a multiple of 32
     codes        [N, K / 2] uint8, two codes a byte, or [N, K] int8; K is a multiple of 32
     table        [32] the bits of bf16 (uint16), the values of 4-bit codes twice; None for int8
+    rest         the same of what bf16 lacks of the values; None if that is nothing
     scales       [N, G] fp32, the bits of fp16 (uint16), or uint8, indices of `scale_table`, fp32 [256]
     zeros        [N, G] uint8, or None
     x            [M, K / 2] int32, two columns of bf16 each
@@ -311,6 +321,7 @@ def loop_for(count: int, is_narrow: bool) -> Any:
     def tiles(
         codes: Array,
         table: Array | None,
+        rest: Array | None,
         scales: Array,
         scale_table: Array | None,
         zeros: Array | None,
@@ -337,6 +348,6 @@ def loop_for(count: int, is_narrow: bool) -> Any:
                     for group in range(groups):
                         numbers[lane, group] = np.float32(zeros[row + lane, group])
                 _transpose(numbers, tile_zeros)
-            _tile(codes, table, row, tile_scales, zeros, tile_zeros, columns, sums, y, pieces, groups, count, is_narrow)
+            _tile(codes, table, rest, row, tile_scales, zeros, tile_zeros, columns, sums, y, pieces, groups, count, is_narrow)
 
     return tiles
