@@ -205,20 +205,12 @@ def test_a_compiled_linear_is_the_eager_linear() -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_linear_is_the_product_with_the_dequantized_weight(name: str, impl: str, dtype: torch.dtype) -> None:
-    weight = quantize(torch.randn(33, 256), name)
-    x, bias = torch.randn(2, 5, 256).to(dtype), torch.randn(33)
+def test_the_reference_is_the_product_with_the_dequantized_weight(name: str, dtype: torch.dtype) -> None:
+    """Rounded once."""
+    weight, x, bias = quantize(torch.randn(33, 256), name), torch.randn(2, 5, 256).to(dtype), torch.randn(33)
     exact = x.double() @ dequantize(weight, torch.float64).T + bias.double()
-    y = linear(x, weight, bias, impl=impl)
-    assert y.dtype is dtype
-    assert y.shape == (2, 5, 33)
-    base = (x @ dequantize(weight, dtype).T + bias.to(dtype)).double()
-    allowed = 2 * (base - exact).norm() + 1e-6 * exact.norm()
-    assert (y.double() - exact).norm() <= allowed
-    if impl == "reference":
-        assert torch.equal(y, exact.to(dtype))
+    assert torch.equal(linear(x, weight, bias, impl="reference"), exact.to(dtype))
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
@@ -234,21 +226,6 @@ def test_qkv_projection_is_three_products(impl: str) -> None:
     for y, same, weight, bias in zip(got, dispatched, weights, biases, strict=True):
         assert torch.equal(y, linear(x, weight, bias, impl=impl))
         assert torch.equal(y, same)
-
-
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
-def test_views_multiply_like_their_copies(impl: str) -> None:
-    # In float64: torch adds up in another order for other strides.
-    weight = quantize(torch.randn(16, 64), "int4_g32")
-    base = torch.randn(66, 7, 5, dtype=torch.float64)
-    for x in (
-        base.permute(1, 2, 0)[..., 1:65],
-        base[:64].transpose(0, 2),
-        torch.randn(1, 64, dtype=torch.float64).expand(6, 64),
-        torch.randn(130, dtype=torch.float64)[1:65],
-    ):
-        torch.testing.assert_close(linear(x, weight, impl=impl), linear(x.contiguous(), weight, impl=impl))
-    assert linear(torch.zeros(0, 3, 64), weight, impl=impl).shape == (0, 3, 16)
 
 
 def test_views_of_queries_and_options_attend_like_their_copies() -> None:
@@ -329,12 +306,6 @@ def test_a_row_alone_has_the_bits_it_has_among_others(impl: str) -> None:
         for all_rows, one in zip(shards, qkv_projection(x[1, i], weights, row_invariant=True, impl=impl), strict=True):  # type: ignore[arg-type]
             assert torch.equal(all_rows[1, i], one)
     assert linear(x[:, :0], weights[0], row_invariant=True, impl=impl).shape == (2, 0, 33)
-
-
-def test_kernels_of_products_need_a_gpu() -> None:
-    weight = quantize(torch.randn(8, 64), "nf4")
-    with pytest.raises(Unsupported, match=r"impl='triton' of linear runs on an NVIDIA GPU"):
-        linear(torch.randn(2, 64).half(), weight, impl="triton")
 
 
 def test_gradients_are_refused() -> None:

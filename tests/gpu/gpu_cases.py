@@ -116,7 +116,8 @@ def _deck(rng: random.Random, cards: Sequence[T]) -> Iterator[T]:
         yield from rng.sample(cards, len(cards))
 
 
-def _fits(fmt: Format, dim: int, page: int | None) -> bool:
+def fits(fmt: Format, dim: int, page: int | None) -> bool:
+    """Whether heads of `dim`, and pages of so many tokens, can be stored."""
     try:
         fmt.check_shape((1, 1, page or 32, dim))
     except hb.HalfbyteError:
@@ -133,9 +134,9 @@ def variants(count: int, seed: int = 1) -> list[Variant]:
     made = []
     for i in range(count):
         key = next(keys)
-        dim, page = next((d, p) for d, p in zip(dims, pages, strict=False) if _fits(key_format(key), d, p))
+        dim, page = next((d, p) for d, p in zip(dims, pages, strict=False) if fits(key_format(key), d, p))
         value_dim = next(dims) if i % 16 == 15 else None
-        value = next(v for v in values if _fits(key_format(v), value_dim or dim, page))
+        value = next(v for v in values if fits(key_format(v), value_dim or dim, page))
         chosen = {next(options) for _ in range(rng.choice((0, 0, 1, 1, 2, 4)))}
         made.append(
             Variant(
@@ -165,7 +166,7 @@ def exact_variants(count: int, seed: int = 3) -> list[Variant]:
 def latent_variants(count: int, seed: int = 5) -> list[Variant]:
     """Latents of 512 dims and rotary keys of 64, for as many heads as models with MLA have."""
     rng, drawn = random.Random(seed), iter(variants(8 * count, seed))
-    suited = (v for v in drawn if _fits(key_format(v.keys), 64, v.page))
+    suited = (v for v in drawn if fits(key_format(v.keys), 64, v.page))
     sizes = {"dim": 64, "value_dim": 512, "latent": True}
     return [replace(v, group=rng.choice((16, 20, 64, 128)), **sizes) for v in itertools.islice(suited, count)]  # type: ignore[arg-type]
 
@@ -361,7 +362,7 @@ class Call:
         # A sum of up to 256 terms is off by about sqrt(256) roundings, which matters where scores are in the ten thousands.
         rounds = kernel and self.cache.rotate_keys and bool(out.numel())
         return attention_errors(
-            out, lse, *self._expected, lse_roundings=16, rotation=self._rounded_rotation if rounds else (0.0, 0.0)
+            out, lse, *self.expected, lse_roundings=16, rotation=self._rounded_rotation if rounds else (0.0, 0.0)
         )
 
     @cached_property
@@ -372,12 +373,13 @@ class Call:
         kind = torch.bfloat16 if self.cache.keys.codes.dtype is torch.bfloat16 else torch.float16
         dim = self.cache.head_dim
         rounded = rotate_end(rotate_end(self.q.double(), dim).to(kind).double(), dim)
-        found, truth = replace(self, q=rounded).attend(torch.float64), self._expected[0]
+        found, truth = replace(self, q=rounded).attend(torch.float64), self.expected[0]
         out, lse = (2 * (a - b).nan_to_num(0, 0, 0).abs().max().item() for a, b in zip(found, truth, strict=True))
         return out, lse
 
     @cached_property
-    def _expected(self) -> tuple[Any, Any]:
+    def expected(self) -> tuple[Any, Any]:
+        """(out, lse) in float64, and by eager PyTorch."""
         with torch.backends.mkldnn.flags(enabled=False):  # oneDNN keeps a matmul for every shape: 10 MB for 20 drawn calls
             base = self.attend(self.q.dtype)
             if not base[0].isfinite().all():  # scores beyond fp16: what eager PyTorch makes of them in the 16 bits that hold them

@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from test_hf_graph_generate import Collected, Reads, both, named, packed, padded, some_tokens, taped
+from test_hf_graph_generate import Collected, Reads, _no_fallback, both, falls_back, named, packed, padded, some_tokens, taped
 from tiny_models import FAMILIES, VOCAB
 
 import halfbyte.hf as hf
@@ -17,7 +17,7 @@ from halfbyte.errors import Unsupported
 from halfbyte.hf import graph_generate
 from halfbyte.hf.recorded_step import MOST_DRAFTS, LookupForward, drafted, kept_steps
 
-__all__ = ["packed", "taped"]  # fixtures
+__all__ = ["_no_fallback", "falls_back", "packed", "taped"]  # fixtures
 
 CACHES = {
     "per-channel": {"keys": "int4_channel", "values": "int8"},
@@ -25,18 +25,6 @@ CACHES = {
     "16 bits": {"keys": "bf16", "values": "bf16"},
     "sink tokens": {"keys": "int8", "values": "int8", "sink_tokens": 24},
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback(request, monkeypatch):
-    """A call that falls back would be compared with itself."""
-    if "falls_back" not in request.fixturenames:
-        monkeypatch.setattr(graph_generate, "_of_transformers", lambda *a: pytest.fail("it fell back"))
-
-
-@pytest.fixture
-def falls_back():
-    """Says that a test wants transformers' loop."""
 
 
 class Oracle:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_append import PAIRS, make
 
+from append_levels import LAYOUTS, PAIRS, new_cache
 from halfbyte.kv_buffer import AppendCall, HeadNorms, Rope
 from halfbyte.ops import append as op
 from halfbyte.ops.small_calls import append_error
@@ -27,12 +27,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def call_of(how: str, keys: str, values: str, **options: Any) -> AppendCall:
-    cache = make(how, 2, 64, keys=keys, values=values, dtype=torch.float16)
+    cache = new_cache(how, 2, 64, keys=keys, values=values, dtype=torch.float16)
     k = torch.zeros(3, 2, 3, 64, dtype=torch.float16)
     return AppendCall(k, k, cache.keys, cache.values, cache.lengths, page_table=cache.page_table, **options)
 
 
-@pytest.mark.parametrize("how", ["contiguous", "transposed", "paged"])
+@pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("keys", "values"), PAIRS)
 def test_every_format_passes(keys: str, values: str, how: str) -> None:
     call = call_of(how, keys, values)

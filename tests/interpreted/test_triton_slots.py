@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_append import PAIRS, in_memory, tokens
 
+from append_levels import PAIRS, poisoned, tokens
 from halfbyte import engine
 from halfbyte.formats import key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
@@ -23,7 +23,7 @@ def buffers(keys: str, values: str, dim: int, how: str) -> list[KVBuffer]:
         new = new_kv_buffer(
             fmt, (6, 3, 16, dim), (6, 3, 0, dim), torch.bfloat16, "cpu", 0.25 if fmt.granularity == "tensor" else None
         )
-        made.append(KVBuffer(fmt, *(in_memory(t, how) for t in new.tensors()[:3]), None, new.saturated))  # type: ignore[arg-type]
+        made.append(KVBuffer(fmt, *(poisoned(t, how) for t in new.tensors()[:3]), None, new.saturated))  # type: ignore[arg-type]
     return made
 
 
@@ -45,7 +45,7 @@ def new_tokens(dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize(("keys", "values"), [pair for pair in PAIRS if not key_format(pair[0]).token_block])
 def test_every_format_is_the_reference_bit_for_bit(keys: str, values: str) -> None:
     i = PAIRS.index((keys, values))
-    dtype, how = (torch.float16, torch.bfloat16, torch.float32)[i % 3], ("piece", "transposed")[i % 2]
+    dtype, how = (torch.float16, torch.bfloat16, torch.float32)[i % 3], ("whole", "turned")[i % 2]
     k, v, slots = new_tokens(64, dtype)
     made: dict[str, list[KVBuffer]] = {}
     for impl in ("reference", "triton"):
@@ -62,7 +62,7 @@ def test_rotary_embedding_and_queries_in_the_same_launch(dim: int) -> None:
     made: dict[str, list[KVBuffer]] = {}
     rotated: dict[str, Any] = {}
     for impl in ("reference", "triton"):
-        made[impl] = buffers("int8", "int4", dim, "piece")
+        made[impl] = buffers("int8", "int4", dim, "whole")
         rotated[impl] = engine.append_slots(k, v, *made[impl], slots, rope=rope, q=q, impl=impl)
     assert_same(made["reference"], made["triton"])
     assert rotated["triton"].shape == q.shape

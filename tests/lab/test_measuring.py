@@ -25,7 +25,6 @@ from halfbyte import device as device_module
 from halfbyte.cache import KVCache
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.settings import default_impl
 from halfbyte_lab.cases import append_case, chain, decode_cases, overhead, targets
 from halfbyte_lab.cases.targets import Target, judge
 from halfbyte_lab.measure import caches, charts, checks, decode, linear, records, tables
@@ -121,16 +120,6 @@ def test_bad_input_is_named(call: Callable[[], object], named: str) -> None:
 # ---------------------------------------------------------------------------------------------------- device and settings
 
 
-def test_the_cpu_is_described() -> None:
-    cpu = describe("cpu")
-    assert cpu.kind == "cpu"
-    assert cpu.name
-    assert cpu.cores >= 1
-    assert cpu.memory_bytes > 2**28
-    assert cpu.torch == torch.device("cpu")
-    assert GPU.torch == torch.device("cuda", 0)
-
-
 def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "gpu_count", lambda: 0)
     assert describe().kind == "cpu"
@@ -138,16 +127,6 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         describe("cuda")
     with pytest.raises(Unsupported, match="'cpu' and 'cuda'"):
         describe("meta")
-
-
-def test_settings_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HALFBYTE_IMPL", raising=False)
-    assert default_impl() == "auto"
-    monkeypatch.setenv("HALFBYTE_IMPL", "reference")
-    assert default_impl() == "reference"
-    monkeypatch.setenv("HALFBYTE_IMPL", "fast")
-    with pytest.raises(InvalidArgument, match="HALFBYTE_IMPL='fast'; choose one of: auto, reference, cpu"):
-        default_impl()
 
 
 # ------------------------------------------------------------------------------------------------- accuracy before a figure
