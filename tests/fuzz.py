@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from halfbyte.errors import HalfbyteError
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -38,3 +43,23 @@ def damage_config(config: object, rng: random.Random) -> object:
     if rng.random() < 0.2:
         return {key: value for key, value in config.items() if key != name}
     return {**config, name: damage_config(config[name], rng)}
+
+
+def load_damaged(folder: Path, load: Callable[[Path], object], rounds: int, rng: random.Random) -> None:
+    """Damage a folder in its quantization_config, config.json and safetensors in turn: only the library's own errors come out."""
+    good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    for number in range(rounds):
+        name = ("config.json", "config.json", "model.safetensors")[number % 3]
+        data = mutate(good[name][:6000], rng) + good[name][6000:]
+        if number % 3 == 0:
+            config = json.loads(good[name])
+            config["quantization_config"] = damage_config(config["quantization_config"], rng)
+            data = json.dumps(config).encode()
+        (folder / name).write_bytes(data)
+        try:
+            load(folder)
+        except HalfbyteError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"round {number}, {name}") from error
+        (folder / name).write_bytes(good[name])

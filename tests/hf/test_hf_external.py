@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte.hf as hf
 from checkpoint_files import KINDS, gptq
-from fuzz import damage_config, mutate
+from fuzz import load_damaged
 from halfbyte import cli, errors
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
@@ -365,30 +365,11 @@ def test_quantize_needs_one_source(arguments: list[str], message: str, tmp_path:
 def test_fuzzed_folders(tmp_path: Path) -> None:
     """Damaged folders through the whole loader, fewer than the layers of tests/test_checkpoints.py: only the library's errors."""
     count, rng = int(os.environ.get("HALFBYTE_FUZZ", "30")), random.Random(int(os.environ.get("HALFBYTE_FUZZ_SEED", "4")))
-    for number, kind in enumerate(
-        ("gptq v1 act-order, group 64", "awq", "bnb nf4 nested", "ct int4 asym g_idx", "ct nvfp4", "quark mxfp4")
-    ):
-        folder = tmp_path / str(number)
+    for kind in ("gptq v1 act-order, group 64", "awq", "bnb nf4 nested", "ct int4 asym g_idx", "ct nvfp4", "quark mxfp4"):
+        folder = tmp_path / kind
         folder.mkdir()
         write(tiny(num_hidden_layers=1), folder, blocks(kind))
-        good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
-        for i in range(count // 6):
-            if i % 3 == 0:
-                config = json.loads(good["config.json"])
-                config["quantization_config"] = damage_config(config["quantization_config"], rng)
-                (folder / "config.json").write_text(json.dumps(config))
-            else:
-                name = ("config.json", "model.safetensors")[i % 3 - 1]
-                head, rest = good[name][:4000], good[name][4000:]
-                (folder / name).write_bytes(mutate(head, rng) + rest)
-            try:
-                hf.load(folder)
-            except HalfbyteError:
-                pass
-            except Exception as error:
-                pytest.fail(f"{kind}, round {i}: {type(error).__name__}: {error}")
-            for name, content in good.items():
-                (folder / name).write_bytes(content)
+        load_damaged(folder, hf.load, count // 6, rng)
 
 
 # ------------------------------------------------------------------------------------------------------------------ gpt-oss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from tiny_models import before
 import decoders
 import halfbyte.hf as hf
 from allocated import Allocated
-from fuzz import damage_config, mutate
+from fuzz import load_damaged
 from halfbyte import cli
 from halfbyte.checkpoints.adapters import open_checkpoint, weight_from_tensors
 from halfbyte.checkpoints.fp8 import Fp8
@@ -287,21 +286,7 @@ def test_configurations(entries: dict[str, Any], message: str, tmp_path: Path) -
 def test_fuzzed_folders(tmp_path: Path) -> None:
     """Damaged configurations and headers: only the library's errors."""
     count, rng = int(os.environ.get("HALFBYTE_FUZZ", "20")), random.Random(int(os.environ.get("HALFBYTE_FUZZ_SEED", "4")))
-    folder = write(tmp_path, "qwen3")
-    good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
-    for i in range(count):
-        if i % 2:
-            config = json.loads(good["config.json"])
-            config["quantization_config"] = damage_config(config["quantization_config"], rng)
-            (folder / "config.json").write_text(json.dumps(config))
-        else:
-            (folder / "model.safetensors").write_bytes(
-                mutate(good["model.safetensors"][:4000], rng) + good["model.safetensors"][4000:]
-            )
-        with contextlib.suppress(HalfbyteError):
-            hf.load(folder, "int4_g32")
-        for name, content in good.items():
-            (folder / name).write_bytes(content)
+    load_damaged(write(tmp_path, "qwen3"), lambda folder: hf.load(folder, "int4_g32"), count, rng)
 
 
 def test_the_format_must_be_named(tmp_path: Path, capsys: Any) -> None:
