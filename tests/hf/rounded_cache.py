@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from tiny_models import VOCAB
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import halfbyte
+import halfbyte.hf as hf
 from halfbyte.hf.cache_layers import EmptyLayer, StateLayer
 from halfbyte.reference.hadamard import rotate, rotated
 
@@ -66,3 +69,50 @@ def _layer(kind: str) -> Any:
     if kind in ("linear_attention", "conv"):
         return StateLayer()
     return EmptyLayer() if kind in ("moe", "mlp") else RoundedLayer()
+
+
+def packed_and_plain(plain: Any, **formats: Any) -> tuple[Any, Any]:
+    """A copy with a packed cache, and the model."""
+    packed = hf.quantize(copy.deepcopy(plain), **formats)
+    plain.set_attn_implementation("eager")
+    return packed, plain
+
+
+def two_texts(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, count), generator=torch.Generator().manual_seed(seed))
+
+
+def turns(model: Any, cache: Any, counts: tuple[int, ...], behind_a_crop: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """Logits of so many tokens of two texts, one padded on the left, call by call; and of more behind a crop of 9."""
+    mask, logits = torch.ones(2, sum(counts) + 16, dtype=torch.long), []
+    mask[1, :5] = 0
+
+    def read(count: int, seed: int) -> None:
+        columns = mask[:, : int(cache.get_seq_length()) + count]
+        logits.append(model(two_texts(count, seed), attention_mask=columns, past_key_values=cache).logits)
+
+    with torch.no_grad():
+        for seed, count in enumerate(counts):
+            read(count, seed)
+        if behind_a_crop:
+            cache.crop(-9)
+            for seed, count in enumerate(behind_a_crop, 9):
+                read(count, seed)
+    return [logits[0][:, 5:], *logits[1:]]
+
+
+def check_generation(packed: Any, plain: Any, tokens: int, pads: int, *loops: dict[str, Any]) -> None:
+    """Greedy in each of these loops, by beams and by sampling: the tokens of transformers over a rounded cache of INT8."""
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[0, :pads] = 0
+    prompt = {"input_ids": two_texts(tokens) * mask, "attention_mask": mask}
+
+    def generate(model: Any, **options: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        cache = {"past_key_values": rounded_cache(plain, "int8")} if model is plain else {}
+        return model.generate(**prompt, **{"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **options}, **cache)
+
+    for options in ({}, {"num_beams": 3}, {"do_sample": True}):
+        expected = generate(plain, **options)
+        for loop in ({}, *loops) if not options else ({},):
+            assert torch.equal(generate(packed, **options, **loop), expected), (options, loop)

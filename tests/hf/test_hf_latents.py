@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
-from rounded_cache import rounded_cache
-from tiny_models import VOCAB
+from rounded_cache import check_generation, packed_and_plain, rounded_cache, turns, two_texts
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -26,34 +25,7 @@ RANK, ROTARY, LAYERS = 64, 32, 2
 
 
 def models(family: str, keys: str = "int8", values: str = "int8", **options: Any) -> tuple[Any, Any]:
-    """A model with a packed cache, and the same without."""
-    plain = tiny_model(family)
-    packed = hf.quantize(copy.deepcopy(plain), keys=keys, values=values, **options)
-    plain.set_attn_implementation("eager")
-    return packed, plain
-
-
-def tokens(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (2, count), generator=torch.Generator().manual_seed(seed))
-
-
-def turns(model: Any, cache: Any, crops: bool) -> list[torch.Tensor]:
-    """Logits of a prompt with left padding, steps, a second turn, steps, and of steps behind a crop."""
-    mask, logits = torch.ones(2, 200, dtype=torch.long), []
-    mask[1, :5] = 0
-
-    def read(count: int, seed: int) -> None:
-        columns = mask[:, : int(cache.get_seq_length()) + count]
-        logits.append(model(tokens(count, seed), attention_mask=columns, past_key_values=cache).logits)
-
-    with torch.no_grad():
-        for seed, count in enumerate((40, 1, 1, 25, 1)):
-            read(count, seed)
-        if crops:
-            cache.crop(-9)
-            read(1, 9)
-            read(7, 10)
-    return [one[:, 5:] if one.shape[1] > 30 else one for one in logits]
+    return packed_and_plain(tiny_model(family), keys=keys, values=values, **options)
 
 
 @pytest.mark.slow(sample=8)
@@ -62,7 +34,8 @@ def turns(model: Any, cache: Any, crops: bool) -> list[torch.Tensor]:
 def test_turns_and_crops(family: str, fmt: str) -> None:
     packed, plain = models(family)
     cache, has_states = hf.PackedCache(packed, 128, keys=fmt, values=fmt), family == "kimi_linear"
-    pairs = zip(turns(packed, cache, not has_states), turns(plain, rounded_cache(plain, fmt), not has_states), strict=True)
+    sides, behind_a_crop = ((packed, cache), (plain, rounded_cache(plain, fmt))), () if has_states else (1, 7)
+    pairs = zip(*(turns(*side, (40, 1, 1, 25, 1), behind_a_crop) for side in sides), strict=True)
     for result, expected in pairs:
         assert (result - expected).abs().max() < (1e-1 if "int4" in fmt else 2e-2) * expected.std()
 
@@ -76,7 +49,7 @@ def test_a_latent_is_stored_once() -> None:
     ):
         cache = hf.PackedCache(packed, 128, keys=keys, values=values)
         with torch.no_grad():
-            packed(tokens(9), past_key_values=cache)
+            packed(two_texts(9), past_key_values=cache)
         assert cache.bytes_per_token == LAYERS * nbytes
         sizes = packed_layers(packed.config, keys, values, ())
         assert cache.nbytes == sizes.nbytes(2, 128)
@@ -125,7 +98,7 @@ def test_steps_read_what_is_stored(options: dict[str, Any]) -> None:
     mask[1, :5] = 0
     with torch.no_grad():
         for seed, count in enumerate((40, 1, 1, 25, 1, 1)):
-            part = {"input_ids": tokens(count, seed), "attention_mask": mask[:, : int(cache.get_seq_length()) + count]}
+            part = {"input_ids": two_texts(count, seed), "attention_mask": mask[:, : int(cache.get_seq_length()) + count]}
             result = packed(**part, past_key_values=cache).logits
             if count == 1:
                 stored = DynamicCache()
@@ -137,49 +110,35 @@ def test_steps_read_what_is_stored(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
 def test_generate_with_beams_sampling_lookup_and_own_loop(family: str) -> None:
     packed, plain = models(family)
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[0, :4] = 0
-    prompt = {"input_ids": tokens(30) * mask, "attention_mask": mask}
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = plain.generate(**prompt, **options, past_key_values=rounded_cache(plain, "int8"))
-    for loop in ({}, {"recorded": False}, {"fuse_blocks": False}, {"prompt_lookup_num_tokens": 3}):
-        assert torch.equal(packed.generate(**prompt, **options, **loop), expected), loop
-    beams = {**options, "num_beams": 3}
-    expected = plain.generate(**prompt, **beams, past_key_values=rounded_cache(plain, "int8"))
-    assert torch.equal(packed.generate(**prompt, **beams), expected)
-    samples = []
-    for model, cache in ((packed, None), (plain, rounded_cache(plain, "int8"))):
-        torch.manual_seed(3)
-        samples.append(model.generate(**prompt, **{**options, "do_sample": True}, past_key_values=cache))
-    assert torch.equal(*samples)
+    check_generation(packed, plain, 30, 4, {"recorded": False}, {"fuse_blocks": False}, {"prompt_lookup_num_tokens": 3})
 
 
 def test_a_conversation_through_generate() -> None:
     packed, plain = models("deepseek_v2")
-    ours, theirs, ids = hf.PackedCache(packed, 64, keys="int8", values="int8"), rounded_cache(plain, "int8"), tokens(12)
+    ours, theirs, ids = hf.PackedCache(packed, 64, keys="int8", values="int8"), rounded_cache(plain, "int8"), two_texts(12)
     for seed in range(3):
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
         ids, expected = (m.generate(ids, **options, past_key_values=c) for m, c in ((packed, ours), (plain, theirs)))
         assert torch.equal(ids, expected)
-        ids = torch.cat([ids, tokens(6, seed)], 1)
+        ids = torch.cat([ids, two_texts(6, seed)], 1)
 
 
 def test_weights_that_changed_and_weights_in_4_bits() -> None:
     """The matrices of heads are read off the module at every prompt, whatever its layers are."""
     packed, plain = models("youtu", weights="int4_g32")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones(2, 20, dtype=torch.long)}
-    packed.generate(tokens(20), **options)
+    packed.generate(two_texts(20), **options)
     again = hf.quantize(copy.deepcopy(plain), keys="int8", values="int8")
     cache = hf.PackedCache(again, 64, keys="int8", values="int8")
-    again.generate(tokens(20), **options, past_key_values=cache)
+    again.generate(two_texts(20), **options, past_key_values=cache)
     before = [t.data_ptr() for layer in cache.packed for t in layer.latent_heads]
     for model in (again, plain):
         for module in model.modules():
             if hasattr(module, "kv_b_proj"):
                 module.kv_b_proj.weight.data.mul_(-0.5)
     cache.reset()
-    result = again.generate(tokens(20), **options, past_key_values=cache)
-    assert torch.equal(result, plain.generate(tokens(20), **options, past_key_values=rounded_cache(plain, "int8")))
+    result = again.generate(two_texts(20), **options, past_key_values=cache)
+    assert torch.equal(result, plain.generate(two_texts(20), **options, past_key_values=rounded_cache(plain, "int8")))
     assert before == [t.data_ptr() for layer in cache.packed for t in layer.latent_heads]
 
 
@@ -212,7 +171,7 @@ def test_matrices_of_heads() -> None:
 
 def test_what_is_refused() -> None:
     packed, _ = models("deepseek_v3")
-    ids, options = tokens(9), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    ids, options = two_texts(9), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     with pytest.raises(Unsupported, match="drafts"):
         packed.generate(ids[:1], **options, assistant_model=tiny_model("deepseek_v3"))
     with pytest.raises(Unsupported, match="calibrated keys over a cache of latents"):
@@ -231,14 +190,14 @@ def test_what_is_refused() -> None:
 def test_a_forward_that_failed_leaves_nothing_to_read() -> None:
     """Attention of the next forward, without a cache, is not given the cache of the one that failed."""
     packed, plain = models("deepseek_v3")
-    cache, ids = hf.PackedCache(packed, 64, keys="int8", values="int8"), tokens(9)
+    cache, ids = hf.PackedCache(packed, 64, keys="int8", values="int8"), two_texts(9)
     module = next(m for m in packed.modules() if hasattr(m, "expand_kv"))
     module.expand_kv = None  # as an error between the cache and attention
     with pytest.raises(TypeError):
         packed(ids, past_key_values=cache)
     del module.expand_kv
     with torch.no_grad():
-        result, expected = (model(tokens(12, 1), use_cache=False).logits for model in (packed, plain))
+        result, expected = (model(two_texts(12, 1), use_cache=False).logits for model in (packed, plain))
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(InvalidArgument, match="stopped half-way"):
         packed(ids, past_key_values=cache)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from families import tiny_config, tiny_model
-from rounded_cache import rounded_cache
+from rounded_cache import check_generation, packed_and_plain, rounded_cache, turns, two_texts
 from test_hf_gemma import TEXTS, model_of
 from tiny_models import VOCAB
 
@@ -32,30 +31,7 @@ LONG = 300
 def models(family: str, fmt: str) -> tuple[Any, Any]:
     plain = MODELS[family]()
     plain.generation_config.eos_token_id = None
-    packed = hf.quantize(copy.deepcopy(plain), keys=fmt, values=fmt)
-    plain.set_attn_implementation("eager")
-    return packed, plain
-
-
-def tokens(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (2, count), generator=torch.Generator().manual_seed(seed))
-
-
-def turns(model: Any, cache: Any) -> list[torch.Tensor]:
-    """Logits of a long prompt with left padding, steps, a long second turn, a crop and steps again."""
-    mask = torch.ones(2, LONG, dtype=torch.long)
-    mask[1, :5] = 0
-    logits = []
-    with torch.no_grad():
-        for seed, count in enumerate((LONG, 1, 1, 150, 1, 16, 1)):
-            held = int(cache.get_seq_length())
-            columns = torch.cat([mask, mask.new_ones(2, held + count - LONG)], 1)
-            logits.append(model(tokens(count, seed), attention_mask=columns, past_key_values=cache).logits)
-        cache.crop(-9)
-        held = int(cache.get_seq_length())
-        columns = torch.cat([mask, mask.new_ones(2, held + 1 - LONG)], 1)
-        logits.append(model(tokens(1, 9), attention_mask=columns, past_key_values=cache).logits)
-    return [one[:, 5:] if one.shape[1] > 5 else one for one in logits]
+    return packed_and_plain(plain, keys=fmt, values=fmt)
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
@@ -63,8 +39,8 @@ def turns(model: Any, cache: Any) -> list[torch.Tensor]:
 def test_far_beyond_the_window(family: str, fmt: str) -> None:
     packed, plain = models(family, fmt)
     cache = hf.PackedCache(packed, 512, keys=fmt, values=fmt)
-    pairs = zip(turns(packed, cache), turns(plain, rounded_cache(plain, fmt)), strict=True)
-    for result, expected in pairs:
+    sides = (packed, cache), (plain, rounded_cache(plain, fmt))
+    for result, expected in zip(*(turns(*side, (LONG, 1, 1, 150, 1, 16, 1), (1,)) for side in sides), strict=True):
         assert (result - expected).abs().max() < {"int8": 2e-2, "int4": 1e-1}[fmt] * expected.std()
     rings = [layer.kv for layer in cache.packed if isinstance(layer.kv, WindowKVCache)]
     assert {kv.ring for kv in rings} == {2}
@@ -76,24 +52,15 @@ def test_far_beyond_the_window(family: str, fmt: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma4-e2b", "llama4_text"])
 def test_generate_with_beams_sampling_lookup_and_recorded_steps(family: str) -> None:
     packed, plain = models(family, "int8")
-    prompt = {"input_ids": tokens(200), "attention_mask": torch.ones(2, 200, dtype=torch.long)}
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = plain.generate(**prompt, **options, past_key_values=rounded_cache(plain, "int8"))
-    assert torch.equal(packed.generate(**prompt, **options), expected)
-    assert torch.equal(packed.generate(**prompt, **options, recorded=False), expected)
-    rows = slice(1 if family == "llama4_text" else 2)  # whose queries are scaled by the length of one sequence
-    some = {name: x[rows] for name, x in prompt.items()}
-    assert torch.equal(packed.generate(**some, **options, prompt_lookup_num_tokens=5), expected[rows])
-    if rows.stop == 1:
+    lookup = {"prompt_lookup_num_tokens": 5}
+    if family == "llama4_text":  # whose queries are scaled by the length of one sequence
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        alone = two_texts(200)[:1]
+        assert torch.equal(packed.generate(alone, **options, **lookup), packed.generate(alone, **options))
         with pytest.raises(Unsupported, match="queries are scaled by the length of the first sequence"):
-            packed.generate(**prompt, **options, prompt_lookup_num_tokens=5)
-    beams = plain.generate(**prompt, **options, num_beams=3, past_key_values=rounded_cache(plain, "int8"))
-    assert torch.equal(packed.generate(**prompt, **options, num_beams=3), beams)
-    sampled = []
-    for model, cache in ((packed, None), (plain, rounded_cache(plain, "int8"))):
-        torch.manual_seed(3)
-        sampled.append(model.generate(**prompt, **{**options, "do_sample": True}, past_key_values=cache))
-    assert torch.equal(*sampled)
+            packed.generate(two_texts(200), **options, **lookup)
+        lookup = {}
+    check_generation(packed, plain, 200, 0, {"recorded": False}, lookup)
 
 
 @pytest.mark.parametrize("family", ["mistral", "llama4_text"])
@@ -101,7 +68,7 @@ def test_assisted_decoding_takes_drafts_back_within_the_ring(family: str) -> Non
     packed, plain = models(family, "int8")
     assistant = tiny_model("mistral")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    ids = tokens(200)[:1]
+    ids = two_texts(200)[:1]
     expected = plain.generate(ids, **options, past_key_values=rounded_cache(plain, "int8"))
     assert torch.equal(packed.generate(ids, **options, assistant_model=assistant), expected)
 
@@ -116,7 +83,7 @@ def test_memory_at_sixteen_times_the_window() -> None:
     model = hf.quantize(tf.MistralForCausalLM(config).eval(), keys="int8", values="int4_g32")
     cache = hf.PackedCache(model, 16 * 256, keys="int8", values="int4_g32")
     with torch.no_grad():
-        model(tokens(16 * 256)[:1], past_key_values=cache, logits_to_keep=1)
+        model(two_texts(16 * 256)[:1], past_key_values=cache, logits_to_keep=1)
     assert cache.nbytes == sum(layer.kv.bytes_per_token for layer in cache.packed if layer.kv is not None) * (256 + 64)
     assert cache.nbytes * 12 < cache.bytes_per_token * 16 * 256
 
@@ -148,8 +115,8 @@ def test_queries_that_grow_with_the_text_are_not_fused() -> None:
     plain.generation_config.eos_token_id = None
     packed = hf.quantize(copy.deepcopy(plain), keys="int8", values="int8")
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    expected = plain.generate(tokens(20), **options, past_key_values=rounded_cache(plain, "int8"))
-    assert torch.equal(packed.generate(tokens(20), **options), expected)
+    expected = plain.generate(two_texts(20), **options, past_key_values=rounded_cache(plain, "int8"))
+    assert torch.equal(packed.generate(two_texts(20), **options), expected)
     assert fused_view(packed) is not None
 
 
@@ -158,4 +125,4 @@ def test_a_model_that_attends_beyond_its_configuration_is_refused() -> None:
     cache = hf.PackedCache(packed, 512, keys="int8", values="int8")
     packed.config.sliding_window = 9
     with torch.no_grad(), pytest.raises(Unsupported, match="attends to 9 tokens, and the cache keeps the last 7"):
-        packed(tokens(5), past_key_values=cache)
+        packed(two_texts(5), past_key_values=cache)
