@@ -113,7 +113,7 @@ def test_queries_that_grow_with_the_text_are_not_fused() -> None:
     torch.manual_seed(0)
     plain = tf.Llama4ForCausalLM(config).eval()
     plain.generation_config.eos_token_id = None
-    packed = hf.quantize(copy.deepcopy(plain), keys="int8", values="int8")
+    packed, _ = packed_and_plain(plain, keys="int8", values="int8")
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     expected = plain.generate(two_texts(20), **options, past_key_values=rounded_cache(plain, "int8"))
     assert torch.equal(packed.generate(two_texts(20), **options), expected)
