@@ -58,9 +58,9 @@ def test_every_call_keeps_the_promise(name: str) -> None:
 
 
 @pytest.mark.slow(sample=10)
-@pytest.mark.parametrize("number", range(len(DRAWN)))
+@pytest.mark.parametrize("number", range(26))
 def test_drawn_calls_keep_the_promise(number: int) -> None:
-    """A rotated query is rounded to 16 bits here, as on a GPU."""
+    """Some of them: the interpreter takes seconds for each. A rotated query is rounded to 16 bits here, as on a GPU."""
     variant = DRAWN[number].variant
     half = variant.dtype if variant.dtype != "float32" else "bfloat16"
     call = build(replace(DRAWN[number], variant=replace(variant, dtype=half)), "cpu")
