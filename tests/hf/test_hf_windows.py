@@ -97,8 +97,8 @@ def test_images_of_llama_4(recwarn: pytest.WarningsRecorder, monkeypatch: pytest
     torch.manual_seed(0)
     plain = tf.Llama4ForConditionalGeneration(config).eval()
     plain.generation_config.eos_token_id = None
-    packed = hf.quantize(copy.deepcopy(plain), keys="int8", values="int8")
-    ids = tokens(30).masked_fill(tokens(30) == 5, 6)
+    packed, _ = packed_and_plain(plain, keys="int8", values="int8")
+    ids = two_texts(30).masked_fill(two_texts(30) == 5, 6)
     ids[:, [3, 4, 5, 6, 14, 15, 16, 17]] = 5
     options = {"pixel_values": torch.randn(4, 3, 32, 32), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected = plain.generate(ids, **options, past_key_values=rounded_cache(plain, "int8"))
