@@ -203,7 +203,7 @@ class Quantization:
         for each in (fmt, head):
             if each is not None:
                 check_clip(options["clip"], each)
-        if options["clip"] and fmt is not None and not has_searched_clip(fmt):
+        if options["clip"] and self.names_weights and fmt is not None and not has_searched_clip(fmt):
             warn_once(f"clip={options['clip']!r} changes nothing in {fmt.name}: groups of more than {WIDEST} keep their range")
         self.cache = self._cache_settings()
         skips = self.options["skip_modules"]
