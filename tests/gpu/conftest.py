@@ -36,7 +36,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     if DRY or not jobs or not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" in os.environ:
         return
     began = time.perf_counter()
-    compile_in_parallel(jobs)
+    compile_in_parallel(jobs, say=request.config.get_terminal_writer().write)
     TALLY.lines.append(f"compiled first: {len(jobs)} calls and tests in {time.perf_counter() - began:.0f} s")
 
 

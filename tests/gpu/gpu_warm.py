@@ -41,13 +41,18 @@ def run_job(module: str, function: str, arguments: dict[str, Any]) -> None:
         getattr(importlib.import_module(module), function)(**arguments)
 
 
-def compile_in_parallel(jobs: list[Job], processes: int = 0) -> None:
-    """Run all jobs, those last whose kernels others compile under their own name. A worker that dies ends it early."""
-    wanted = processes or min(16, len(os.sched_getaffinity(0)))
+def compile_in_parallel(jobs: list[Job], processes: int = 0, say: Callable[[str], object] = lambda text: None) -> None:
+    """Run all jobs, those last whose kernels others compile under their own name. A worker that dies ends it early.
+
+    say: called with how far it is, as all of them take minutes.
+    """
+    workers = processes or min(16, len(os.sched_getaffinity(0)))
     jobs = sorted(jobs, key=lambda job: job[2].get("impl") == "auto")
-    with ProcessPoolExecutor(wanted, multiprocessing.get_context("spawn")) as pool, contextlib.suppress(BrokenProcessPool):
-        for done in as_completed([pool.submit(run_job, *job) for job in jobs]):
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool, contextlib.suppress(BrokenProcessPool):
+        for number, done in enumerate(as_completed([pool.submit(run_job, *job) for job in jobs]), 1):
             done.result()
+            if number % 100 == 0:
+                say(f"compiled {number} of {len(jobs)}\n")
 
 
 def in_parallel(work: Callable[[T], R], items: list[T]) -> Iterator[R]:
