@@ -87,6 +87,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     dim, is_windowed = draw(st.sampled_from(DIMS)), draw(st.booleans())
     keys, values = ([n for n in names if fits(key_format(n), dim, None)] for names in (KEYS, VALUES))
     options: dict[str, Any] = {"rotate_keys": dim % 16 == 0 and draw(st.booleans())}
+    options["dtype"] = draw(st.sampled_from([torch.float16, torch.bfloat16]))  # of tails
     if is_windowed:
         keys = values = [name for name in values if name in WINDOWED]
         options |= {"sink_tokens": draw(st.integers(0, 5)), "recent_tokens": draw(st.sampled_from([0, 1, 7, 40]))}
@@ -113,7 +114,7 @@ def check_bits(case: dict[str, Any], impl: str, appends: int = len(COUNTS)) -> N
     """The same appends by the reference and by `impl`; tokens beyond counts hold NaN, and heads lie behind tokens."""
     heads, dim, dtype = case["heads"], case["dim"], case["dtype"]
     tail = torch.float16 if dtype is torch.float16 else torch.bfloat16
-    expected, stored = (new_cache(case["layout"], heads, dim, dtype=tail, **case["options"]) for _ in range(2))
+    expected, stored = (new_cache(case["layout"], heads, dim, **{"dtype": tail, **case["options"]}) for _ in range(2))
     for step, counts in enumerate(COUNTS[:appends]):
         shape = (3, heads, max(counts), dim)
         x = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tokens(shape, case["seed"] + step, dtype)]
