@@ -389,7 +389,7 @@ ROWS = {
         Row("linear, CPU", _PRODUCT, "GEMMs and projections", 20_000, products(("cpu",))),
         Row("linear, interpreter", _PRODUCT, "GEMMs and projections", 1_000, products(("triton",)), "interpreter"),
         Row("linear, GPU", _PRODUCT, "GEMMs and projections", 10_000, products_on_gpu, "gpu", 600, 20_000),
-        Row("cache", "A cache is a list of tokens, contiguous and in pages", "operations", 800_000, cache_lives),
+        Row("cache", "A cache is a list of tokens, contiguous and in pages", "operations", 1_000_000, cache_lives),
         Row("cache, slots", "A token is where its slot says, nothing else changes", "appends", 200_000, slots),
         Row("cut prompts", "Stored bits do not depend on how tokens are split into appends", "prompts", 5_000, cuts),
         Row("chunks", "The bits of a prompt do not depend on its chunks, its pages or its batch", "comparisons", 1_000, chunks),
