@@ -102,10 +102,10 @@ ON_GPU := PYTHONPATH=src:lab/src:tests HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CON
 
 # Compiling takes most of the time: the drawn calls use all cores by themselves, the other tests with pytest-xdist, if it is there.
 # Huge caches need most of the memory of a GPU of 80 GB, so they run alone; mixtures take 12 GB a process.
-SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --maxprocesses 6 --dist worksteal -p no:benchmark")' 2>/dev/null)
+SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --maxprocesses 15 --dist worksteal -p no:benchmark")' 2>/dev/null)
 gpu-test:      ## the GPU's suite with PYTHON=..., which must have torch, triton and pytest
-	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "accuracy_promise or kernel_times or huge"
-	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "not accuracy_promise and not kernel_times and not huge" $(SPREAD)
+	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "kernel_times or huge"
+	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "not kernel_times and not huge" $(SPREAD)
 
 # The first run compiles, so that the tools watch kernels and not a compiler. Without the caching allocator every tensor is an
 # allocation of its own, whose bounds and first writes the tools can see.

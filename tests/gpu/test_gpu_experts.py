@@ -119,7 +119,7 @@ def attempt(case: Case, impl: str) -> tuple[Mixture, torch.Tensor]:
     try:
         with poisoned():
             out = run(call, impl)
-    except hb.Unsupported as error:
+    except hb.errors.Unsupported as error:
         TALLY.refused[impl, str(error)] += 1
         pytest.skip(str(error))
     TALLY.ran[impl] += 1
