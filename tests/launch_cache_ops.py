@@ -15,14 +15,14 @@ from halfbyte.formats import Format
 from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, HeadNorms, KVBuffer, PagedView, Rope, new_kv_buffer
 from halfbyte.ops import declare
 from halfbyte.ops._decode_on_gpu import DECODE
-from halfbyte.ops._linear_call import LINEAR as LINEAR_OP
-from halfbyte.ops._linear_call import LinearCall
+from halfbyte.ops._linear_on_gpu import LINEAR as LINEAR_OP
 from halfbyte.ops.append import APPEND as APPEND_OP
-from halfbyte.ops.append_slots import append_slots
+from halfbyte.ops.append import append_slots
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.linear import projections_of_parts
 from halfbyte.ops.unpack_pages import UNPACK as UNPACK_OP
 from halfbyte.ops.unpack_pages import unpack_pages
+from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import KeyTransform, expected_parts
 from pretended_gpu import cuda_tensors
 

@@ -117,8 +117,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for name, value in (("shared", gpu.shared), ("floats", lambda *_: gpu.floats), ("counters", lambda *_: gpu.counters)):
         monkeypatch.setattr(launch_cache, name, value)
     monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
-    monkeypatch.setattr(attention_op, "level_of", lambda impl, q: impl)
-    monkeypatch.setattr(linear_op, "kernel_level", lambda op, impl, x: impl)
+    for op in (attention_op, linear_op):
+        monkeypatch.setattr(op, "kernel_level", lambda op, impl, x, name="x": impl)
     for op in (append_op, unpack_op):
         monkeypatch.setattr(op, "level", lambda op, impl, device: "triton")
     monkeypatch.setattr(_library, "_supports_pdl", lambda device: True)
@@ -178,7 +178,7 @@ def pretend_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         best = level(op, impl, x.device)
         return "auto" if impl == "auto" and best == "gluon" else best
 
-    for name in ("append", "block", "block_linear", "greedy", "transform_heads", "merge_states"):
+    for name in ("append", "block", "block_linear", "transform_heads", "merge_states"):
         monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "level", level)
     for name in ("append", "block"):
         monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "pairs_launches", lambda device: True)
@@ -187,10 +187,8 @@ def pretend_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         return (torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)) if _fused._suits(q, k, v, o) else None
 
     monkeypatch.setattr(_fused, "causal", causal)
-    monkeypatch.setattr(linear_op, "kernel_level", kernel_level)
-    for name in ("decode_attention", "prefill_attention"):
-        module = importlib.import_module(f"halfbyte.ops.{name}")
-        monkeypatch.setattr(module, "level_of", lambda impl, q: kernel_level("decode_attention", impl, q))
+    for name in ("linear", "decode_attention", "prefill_attention"):
+        monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "kernel_level", kernel_level)
     monkeypatch.setattr(_linear_on_gpu, "at_hand", lambda *_: True)
     monkeypatch.setattr("halfbyte.cache.prepare", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -15,13 +15,13 @@ from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops.decode_attention import QUERY_BLOCK, decode_attention
-from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.merge_states import merge_states
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.paging import PagedKVCache
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size, rotate
 from halfbyte.reference.rope import apply_rope, rope_tables
+from halfbyte.tensors import LatentHeads
 from sizes import head_dim
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

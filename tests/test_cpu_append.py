@@ -16,8 +16,7 @@ from halfbyte.cpu import append as cpu
 from halfbyte.errors import CapacityError, InvalidArgument
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import AppendCall
-from halfbyte.ops.append import append_
-from halfbyte.ops.append_slots import append_slots
+from halfbyte.ops.append import append_, append_slots
 
 pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
 

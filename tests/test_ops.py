@@ -16,7 +16,7 @@ from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, plain_format
 from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, Rope
 from halfbyte.ops._decode_on_gpu import DECODE
-from halfbyte.ops._linear_call import LINEAR, LinearCall
+from halfbyte.ops._linear_on_gpu import LINEAR
 from halfbyte.ops.append import APPEND
 from halfbyte.ops.declare import Op
 from halfbyte.ops.decode_attention import decode_attention
@@ -24,6 +24,7 @@ from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import TRANSFORM_HEADS, transform_heads
 from halfbyte.paging import PagedKVCache
+from halfbyte.reference.linear import LinearCall
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables
 from halfbyte.reference.transform import TransformCall

@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append("its past" if call.keys.format.is_quantized else "itself")
         return attend(call._replace(impl="reference"))
 
-    monkeypatch.setattr(prefill, "level_of", lambda impl, q: impl)
+    monkeypatch.setattr(prefill, "kernel_level", lambda op, impl, q, name: impl)
     monkeypatch.setattr(prefill, "can_bypass_dispatcher", lambda *given: True)
     monkeypatch.setattr(prefill, "attend", by_kernels)
     monkeypatch.setattr(prefill, "merged", told("merged", merge))

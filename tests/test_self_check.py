@@ -21,7 +21,7 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import compiling, launch_cache, self_check, small_calls
 from halfbyte.ops._decode_on_gpu import DECODE
-from halfbyte.ops._linear_call import LINEAR
+from halfbyte.ops._linear_on_gpu import LINEAR
 from halfbyte.paths import own_checks
 from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.gemm import tuned_gemm
@@ -145,7 +145,7 @@ def test_tested_gpus_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(self_check, "describe", lambda device, name=name: replace(describe("cpu"), name=name))
         device = torch.device("cuda", 0)
-        assert self_check.untested(device) is expected
+        assert (self_check.untested(device) is not None) is expected
         self_check.untested.cache_clear()
     assert not self_check.untested(CPU)
     assert {datasheet_name(f"NVIDIA {name.upper()}") for name in self_check.TESTED} == self_check.TESTED
@@ -157,7 +157,7 @@ def unknown_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpu:
     gpu = pretend_gpu(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("HALFBYTE_CHECK", raising=False)
-    monkeypatch.setattr(self_check, "untested", lambda device: True)
+    monkeypatch.setattr(self_check, "untested", describe)
     monkeypatch.setattr(self_check, "_results", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(errors, "_WARNED", set())
@@ -248,7 +248,7 @@ def test_what_is_not_checked(op: str, unknown_gpu: Gpu, monkeypatch: pytest.Monk
         patch.setenv("HALFBYTE_CHECK", "0")
         RUNS[op]()
     with monkeypatch.context() as patch:
-        patch.setattr(self_check, "untested", lambda device: False)
+        patch.setattr(self_check, "untested", lambda device: None)
         RUNS[op]()
     assert len(calls) == 5
     assert not unknown_gpu.first
@@ -280,7 +280,7 @@ def test_damaged_files_and_full_disks_do_no_harm(unknown_gpu: Gpu, monkeypatch: 
     file.write_bytes(b'{"key": "a"}\n[]\nnonsense\xff\n{"key": 1, "error": "x"}\n{"key": "b", "error": 2.5}\n')
     multiply()
     assert len(calls) == 2
-    assert self_check._results[CPU]["b"] == 2.5
+    assert self_check._results[describe(CPU).name]["b"] == 2.5
     assert json.loads(file.read_text(errors="replace").splitlines()[-1])["kernel"] == "linear"
 
     def full(*_: Any) -> None:
@@ -295,12 +295,13 @@ def test_damaged_files_and_full_disks_do_no_harm(unknown_gpu: Gpu, monkeypatch: 
 
 def test_another_version_or_code_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     self_check._key.cache_clear()
-    keys = [self_check._key("linear", "spec", CPU), self_check._key("linear", "other", CPU), self_check._key("append", "spec", CPU)]
+    keys = [self_check._key(*of, "580") for of in (("linear", "spec"), ("linear", "other"), ("append", "spec"))]
+    keys.append(self_check._key("linear", "spec", "590"))
     self_check._key.cache_clear()
     monkeypatch.setattr(hb, "__version__", "0.0.0")
-    keys.append(self_check._key("linear", "spec", CPU))
+    keys.append(self_check._key("linear", "spec", "580"))
     self_check._key.cache_clear()
-    assert len(set(keys)) == 4
+    assert len(set(keys)) == 5
 
 
 def test_nothing_of_the_callers_is_touched(unknown_gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +322,7 @@ def test_a_wrong_append_is_left_to_the_reference(unknown_gpu: Gpu, monkeypatch: 
     def cache_of(wrong: Callable[[Any], None] | None) -> hb.KVCache:
         if wrong is not None:
             monkeypatch.setattr(op, "_launch", lambda c, advance, signature=None: wrong(c) or False)
-            monkeypatch.setattr(op, "untested", lambda device: True)
+            monkeypatch.setattr(op, "untested", describe)
         cache = copy.deepcopy(CACHE)
         cache.append(*torch.randn(2, 1, 2, 5, 64, generator=torch.Generator().manual_seed(0)))
         return cache

@@ -13,7 +13,8 @@ import halfbyte as hb
 from halfbyte import engine
 from halfbyte.nn import QuantLinear
 from halfbyte.ops._library import can_bypass_dispatcher
-from halfbyte.ops._linear_call import LINEAR, LinearCall
+from halfbyte.ops._linear_on_gpu import LINEAR
+from halfbyte.reference.linear import LinearCall
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -20,7 +20,7 @@ from halfbyte.checkpoints.adapters import weight_from_tensors
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, PagedView
-from halfbyte.ops.append_slots import append_slots
+from halfbyte.ops.append import append_slots
 from halfbyte.ops.attention_varlen import attention_varlen
 from halfbyte.ops.linear import linear_of_parts
 from halfbyte.ops.transform_heads import transform_heads

@@ -1,4 +1,4 @@
-"""QuantTensor: codes, scales and offsets with the format that says what they mean. KeyTransform: a change of basis of keys."""
+"""QuantTensor: codes, scales and offsets with the format that says what they mean. KeyTransform, LatentHeads: matrices of heads."""
 
 from __future__ import annotations
 
@@ -37,6 +37,28 @@ class KeyTransform(NamedTuple):
         keys, queries, shift = (None if t is None else t[first : first + count].contiguous() for t in self)
         assert keys is not None and queries is not None
         return KeyTransform(keys, queries, shift)
+
+
+class LatentHeads(NamedTuple):
+    """How the heads of multi-head latent attention (MLA) make keys and values of a latent: keys [Hq, R, D], values [Hq, R, Dv].
+
+        k_j = [c_j K, r_j]    v_j = c_j V      of a head with matrices K [R, D], V [R, Dv]; all heads share the rotary key r_j
+
+    A cache holds the latents c as values and r as keys, for one KV head. Attention over them needs no k_j and no v_j (the absorbed
+    form): q . k_j = (q_nope K^T) . c_j + q_rope . r_j, and out = (sum_j p_j c_j) V.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def absorbed(self, q: torch.Tensor) -> torch.Tensor:
+        """q [B, Hq, L, D + rotary dims] as `decode_attention` takes it with latent=True: [B, Hq, L, R + rotary dims]."""
+        own, rotary = q.split([self.keys.shape[2], q.shape[3] - self.keys.shape[2]], -1)
+        return torch.cat([torch.einsum("bhld,hrd->bhlr", own, self.keys), rotary], -1)
+
+    def expanded(self, out: torch.Tensor) -> torch.Tensor:
+        """Weighted sums of latents [B, Hq, L, R] -> of values [B, Hq, L, Dv]."""
+        return torch.einsum("bhlr,hrv->bhlv", out, self.values)
 
 
 @dataclass(frozen=True)

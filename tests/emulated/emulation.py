@@ -14,7 +14,6 @@ from halfbyte.device import GPU
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu
-from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _problem_of
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import plans_of
@@ -24,6 +23,7 @@ from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.reference.experts import ExpertsCall
+from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
 from machine.block import Order
 from machine.launch import emulated

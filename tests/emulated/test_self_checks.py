@@ -15,7 +15,6 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu, small_calls
 from halfbyte.ops import experts_linear as experts_op
-from halfbyte.ops._linear_call import LinearCall
 from halfbyte.plans.decode_attention import gluon_plan, plans_of
 from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.decode_spec import DecodePlan
@@ -24,6 +23,7 @@ from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_spec import MmaSpec
 from halfbyte.reference.experts import Activation, ExpertsCall
+from halfbyte.reference.linear import LinearCall
 
 ADA = GPU("NVIDIA GeForce RTX 4090", 128, (8, 9))
 #: Format, rows, features, width, GPU.

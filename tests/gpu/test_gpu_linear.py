@@ -17,12 +17,12 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.device import H200
 from halfbyte.errors import Unsupported
-from halfbyte.ops._linear_call import LINEAR, LinearCall
-from halfbyte.ops._linear_on_gpu import expands, plan_of
+from halfbyte.ops._linear_on_gpu import LINEAR, expands, plan_of
 from halfbyte.plans.gemm_mma import mma_plan
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.gemm_spec import WgmmaSpec
+from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab.measure.cupti import names_of
 

@@ -11,7 +11,7 @@ import halfbyte as hb
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.dequantize import launch
 from halfbyte.ops import _linear_on_gpu
-from halfbyte.ops._linear_call import LinearCall
+from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab.baselines.dequantize import dequantize_rows
 

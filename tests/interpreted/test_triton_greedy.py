@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfbyte.errors import InvalidArgument
-from halfbyte.ops.greedy import greedy
+from halfbyte.ops.block import greedy
 from halfbyte.reference.greedy import Ends, Held
 
 #: Columns of a program of the kernel, and numbers of them around it.

@@ -18,10 +18,11 @@ from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear.portable import launch
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
-from halfbyte.ops._linear_call import LINEAR, LinearCall
+from halfbyte.ops._linear_on_gpu import LINEAR
 from halfbyte.plans.gemm_portable import PortableTiles, portable_tiles
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.reference.dequantize import dynamic_map
+from halfbyte.reference.linear import LinearCall
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 

@@ -24,10 +24,9 @@ from halfbyte.hf.latents import newest_layer
 from halfbyte.hf.masks import mask
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
-from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import transform_heads
-from halfbyte.tensors import KeyTransform
+from halfbyte.tensors import KeyTransform, LatentHeads
 
 if TYPE_CHECKING:
     from halfbyte.hf.cache_layers import Chunk, Drafts

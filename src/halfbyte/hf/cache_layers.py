@@ -26,10 +26,9 @@ from halfbyte.hf.attention import NO_DRAFTS, Handle
 from halfbyte.hf.masks import PACKED
 from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import APPEND, append_of_parts
-from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.paging import SPARE, WindowKVCache
-from halfbyte.tensors import KeyTransform
+from halfbyte.tensors import KeyTransform, LatentHeads
 
 #: A layer with a state and no attention.
 StateLayer: Any = cache_utils.LinearAttentionLayer

@@ -14,7 +14,7 @@ import torch
 from transformers.generation import logits_process, stopping_criteria
 
 from halfbyte.hf.recorded_step import LookupForward, Recorded, Tokens
-from halfbyte.ops.greedy import greedy
+from halfbyte.ops.block import greedy
 from halfbyte.reference.greedy import Ends, Held
 
 #: Processors that read logits alone, with numbers as options.

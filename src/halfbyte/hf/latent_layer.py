@@ -10,7 +10,7 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
 from halfbyte.hf.cache_layers import PackedLayer
 from halfbyte.hf.latents import announce, heads_of
-from halfbyte.ops.latent_heads import LatentHeads
+from halfbyte.tensors import LatentHeads
 
 
 class LatentLayer(PackedLayer):

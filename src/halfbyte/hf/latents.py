@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from halfbyte.errors import Unsupported
-from halfbyte.ops.latent_heads import LatentHeads
 from halfbyte.ops.transform_heads import transform_heads
+from halfbyte.tensors import LatentHeads
 
 #: The method of an attention module that expands latents [B, 1, T, R] and rotary keys [B, 1, T, rotary dims].
 EXPANDS = "expand_kv"

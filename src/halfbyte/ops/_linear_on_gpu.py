@@ -15,7 +15,7 @@ import torch
 from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
 from halfbyte.ops import launch_cache
-from halfbyte.ops._linear_call import LINEAR, LinearCall
+from halfbyte.ops.declare import Op
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.self_check import refusal
 from halfbyte.ops.small_calls import linear_error
@@ -26,9 +26,12 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.gemm_slabs import expanded, slab_rows, slab_shares
 from halfbyte.plans.gemm_spec import Epilogue, MmaSpec
 from halfbyte.plans.tuning_cache import plan_by_table, table_of
+from halfbyte.reference.linear import LinearCall
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
+#: The op; compiled code calls it by `linear.linear_of_parts`.
+LINEAR = Op("linear", LinearCall)
 #: Types of x that kernels take, as plans name them.
 HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 

@@ -11,8 +11,8 @@ from halfbyte.errors import check
 from halfbyte.formats import plain_format
 from halfbyte.kv_buffer import Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
-from halfbyte.ops._library import can_bypass_dispatcher
-from halfbyte.ops.decode_attention import Results, attend, check_out, level_of, options_of, put_into
+from halfbyte.ops._library import can_bypass_dispatcher, kernel_level
+from halfbyte.ops.decode_attention import Results, attend, check_out, options_of, put_into
 from halfbyte.ops.merge_states import merged
 from halfbyte.reference import merge as reference
 
@@ -109,7 +109,8 @@ def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None) -> 
         table = bounds[:-1, None] + torch.arange(most, dtype=torch.int32, device=q.device)
         keys, values = (KVBuffer(plain_format(x.dtype), x.unsqueeze(2)) for x in (k, v))
         own = _attend(call._replace(keys=keys, values=values, lengths=counts, page_table=table, options=plain))
-    merge = reference.merge_states if level_of(call.impl, q) in ("cpu", "reference") else merged
+    level = kernel_level("decode_attention", call.impl, q, "q")
+    merge = reference.merge_states if level in ("cpu", "reference") else merged
     out, lse = merge([part[0].unsqueeze(2) for part in (past, own)], [part[1].unsqueeze(2) for part in (past, own)], o.sinks)
     return out.squeeze(2), lse.squeeze(2)
 

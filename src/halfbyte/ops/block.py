@@ -1,6 +1,7 @@
-"""`add_norm`, `norm_rows`, `gated`: what surrounds the projections of a decoder block, one launch each on a GPU.
+"""`add_norm`, `norm_rows`, `gated`: what surrounds the projections of a decoder block; `greedy`: the choice of a token behind it.
 
-On every other device, and for types or widths without a kernel, torch code that rounds as the modules do.
+One launch each on a GPU, `greedy` two. On every other device, and for types or widths without a kernel, torch code that rounds as
+the modules do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from halfbyte.ops._library import level, pairs_launches
 from halfbyte.ops.all_reduce import AllReduce
 from halfbyte.reference import block as reference
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+from halfbyte.reference.greedy import Ends, Held
+from halfbyte.reference.greedy import greedy as greedy_in_torch
 
 _HALF = (torch.float16, torch.bfloat16)
 #: The widest row of a norm that a program holds in registers.
@@ -101,6 +104,37 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str, *, impl: str = 
     with torch.cuda.device_of(gate):
         launch(gates, ups, activation, _rows(out), pairs_launches(gate.device))
     return out
+
+
+def greedy(logits: torch.Tensor, held: Held, ends: Ends | None = None, *, impl: str = "auto") -> None:
+    """Append argmax(logits) [B, V] to `held`, in place. Ties and NaN are those of `torch.argmax` over fp32.
+
+    With `ends`, a finished sequence is given padding and grows no more. On a GPU a token beyond the columns of ids is counted and
+    not written. Raises `InvalidArgument` naming the argument at fault.
+    """
+    check_tensor("logits", logits, ("B", "V"))
+    batch, device = len(logits), logits.device
+    check(logits.shape[1] > 0, "logits has no columns; expected one for each token of the vocabulary")
+    check_tensor("held.ids", held.ids, (batch, "columns"), "integer", device)
+    check_tensor("held.last", held.last, (batch, 1), "integer", device)
+    check_tensor("held.lengths", held.lengths, (batch, 1), "integer", device)
+    flags = held.unfinished
+    check(
+        flags.dtype is torch.bool and flags.shape == (batch,) and flags.device == device,
+        f"held.unfinished is {flags.dtype} {list(flags.shape)} on {flags.device}; expected torch.bool [{batch}] on {device}",
+    )
+    if ends is not None:
+        check_tensor("ends.tokens", ends.tokens, ("E",), "integer", device)
+        check_tensor("ends.padding", ends.padding, (), "integer", device)
+    if not batch:
+        return
+    if level("greedy", impl, device) != "triton":
+        greedy_in_torch(logits, held, ends)
+        return
+    from halfbyte.kernels.block.greedy import launch
+
+    with torch.cuda.device_of(logits):
+        launch(logits if logits.stride(1) == 1 else logits.contiguous(), held, ends)
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,13 @@ from halfbyte.cpu import block as cpu
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level
-from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.block import add_norm, check_norm, gated, norm_rows
 from halfbyte.ops.linear import linear, projections
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_spec import Epilogue, MmaSpec
 from halfbyte.reference.block import ACTIVATIONS, Norm
 from halfbyte.reference.experts import Activation
+from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
 
 

@@ -152,7 +152,7 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
         if results is not None:
             return results
     call = checked(call) if unchecked else call
-    call = call._replace(impl=level_of(call.impl, call.q))
+    call = call._replace(impl=kernel_level("decode_attention", call.impl, call.q, "q"))
     kernel = call.impl not in _LEVELS and call.q.numel() > 0
     tensors = call.q, call.keys.codes, call.values.codes, call.options.sinks, call.options.alibi_slopes
     if kernel and can_bypass_dispatcher(*tensors):
@@ -166,14 +166,9 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
 def decode_of_parts(q: torch.Tensor, parts: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor:
     """`decode_attention` as compiled code calls it: with the `Op.parts` of a contiguous cache, and options by their names."""
     rest = {f"options_{name}": option for name, option in options.items()}
-    arguments = {**parts, **rest, "q": q, "options_rotate_keys": parts["rotate_keys"], "impl": level_of("auto", q)}
-    out: torch.Tensor = DECODE.of_parts(arguments)[0]
+    rest |= {"options_rotate_keys": parts["rotate_keys"], "impl": kernel_level("decode_attention", "auto", q, "q")}
+    out: torch.Tensor = DECODE.of_parts({**parts, **rest, "q": q})[0]
     return out
-
-
-def level_of(impl: str, q: torch.Tensor) -> str:
-    """The level that runs."""
-    return kernel_level("decode_attention", impl, q, "q")
 
 
 def options_of(

@@ -12,9 +12,10 @@ from halfbyte.cpu.profiled import profiled
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level
-from halfbyte.ops._linear_call import LINEAR, LinearCall
+from halfbyte.ops._linear_on_gpu import LINEAR
 from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.reference import linear as reference
+from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
 
 _Level = Callable[[torch.Tensor, QuantTensor, torch.Tensor | None], torch.Tensor]

@@ -9,14 +9,14 @@ from halfbyte.errors import check
 from halfbyte.formats import plain_format
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
-from halfbyte.ops._library import can_bypass_dispatcher
-from halfbyte.ops.decode_attention import attend, checked, level_of, options_of
-from halfbyte.ops.latent_heads import LatentHeads
+from halfbyte.ops._library import can_bypass_dispatcher, kernel_level
+from halfbyte.ops.decode_attention import attend, checked, options_of
 from halfbyte.ops.merge_states import merged
 from halfbyte.plans.decode_attention import MOST_NUMBERS
 from halfbyte.plans.decode_shapes import MOST_ROWS
 from halfbyte.plans.prompts import bucket
 from halfbyte.reference import merge as reference
+from halfbyte.tensors import LatentHeads
 
 
 def prefill_attention(
@@ -58,7 +58,7 @@ def prefill_attention(
         sizes = (q.shape[1], "D") if is_latent else (buffer.heads, buffer.dim)
         check_tensor(name, x, (q.shape[0], sizes[0], q.shape[2], sizes[1]), device=q.device)
     own = options._replace(sinks=None, rotate_keys=False)
-    level, parts = level_of(impl, q), []
+    level, parts = kernel_level("decode_attention", impl, q, "q"), []
     if not (begins or _fresh(cache, q.shape[2] * appended)):
         past = cache.lengths - q.shape[2] * appended
         of_cache = q if latent_heads is None else latent_heads.absorbed(q)

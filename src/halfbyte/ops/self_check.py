@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import torch
 
-from halfbyte.device import datasheet_name, describe, triton_version
+from halfbyte.device import Device, datasheet_name, describe, triton_version
 from halfbyte.errors import warn_once
 from halfbyte.ops import compiling
 from halfbyte.paths import append_line, own_checks
@@ -30,8 +30,8 @@ _OF_ALL, _OF_ITSELF = 0.05, 2**-7
 #: Stands for an error that is no number.
 _FAILED = 1e9
 
-#: By GPU: errors over what is allowed, by `_key`.
-_results: dict[torch.device, dict[str, float]] = {}
+#: By the name of a GPU: errors over what is allowed, by `_key`.
+_results: dict[str, dict[str, float]] = {}
 
 
 def refusal(kernel: str, spec: object, device: torch.device, error: Callable[[], float]) -> str:
@@ -39,12 +39,12 @@ def refusal(kernel: str, spec: object, device: torch.device, error: Callable[[],
 
     kernel: its name. spec: what it is compiled for. error: runs a small case, and returns `excess`.
     """
-    if not untested(device) or compiling.active() or not self_checks():
+    gpu = untested(device)
+    if gpu is None or compiling.active() or not self_checks():
         return ""
-    results, key = _results_of(device), _key(kernel, spec, device)
+    name, results, key = gpu.name, _results_of(gpu.name), _key(kernel, spec, gpu.driver)
     if results.get(key, _FAILED) <= 1:
         return ""
-    name = describe(device).name
     if key not in results:
         if torch.cuda.is_current_stream_capturing():
             return ""
@@ -64,9 +64,10 @@ def refusal(kernel: str, spec: object, device: torch.device, error: Callable[[],
 
 
 @functools.cache
-def untested(device: torch.device) -> bool:
-    """Whether kernels on a device check themselves."""
-    return device.type == "cuda" and datasheet_name(describe(device).name) not in TESTED
+def untested(device: torch.device) -> Device | None:
+    """The GPU, if kernels on it check themselves; else None."""
+    gpu = describe(device) if device.type == "cuda" else None
+    return None if gpu is None or datasheet_name(gpu.name) in TESTED else gpu
 
 
 def checked(error: Callable[[], float]) -> float:
@@ -92,21 +93,21 @@ def excess(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 @functools.lru_cache(4096)
-def _key(kernel: str, spec: object, device: torch.device) -> str:
+def _key(kernel: str, spec: object, driver: str) -> str:
     """Changes with anything that may change a result: the text of a spec has a digest of its code."""
     import halfbyte
 
-    versions = halfbyte.__version__, torch.__version__, triton_version(), describe(device).driver
+    versions = halfbyte.__version__, torch.__version__, triton_version(), driver
     return hashlib.sha256(f"{kernel} {spec} {versions}".encode()).hexdigest()[:24]
 
 
-def _results_of(device: torch.device) -> dict[str, float]:
+def _results_of(gpu: str) -> dict[str, float]:
     """Errors by their key, those of earlier processes among them; damaged lines are left out."""
-    if device in _results:
-        return _results[device]
-    results = _results[device] = {}
+    if gpu in _results:
+        return _results[gpu]
+    results = _results[gpu] = {}
     with suppress(OSError):
-        for line in own_checks(describe(device).name).read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in own_checks(gpu).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 one = json.loads(line)
                 results[str(one["key"])] = float(one["error"])

@@ -13,7 +13,6 @@ import torch
 
 from halfbyte.formats import Format
 from halfbyte.kv_buffer import AppendCall, Cache, DecodeCall, KVBuffer, PagedView
-from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.self_check import excess
 from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.gemm_plan import GemmPlan
@@ -21,6 +20,7 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.small_gemm import small_gemm
 from halfbyte.reference import append, attention, experts, linear
 from halfbyte.reference.experts import ExpertsCall
+from halfbyte.reference.linear import LinearCall
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 

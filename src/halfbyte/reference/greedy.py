@@ -36,7 +36,7 @@ class Ends(NamedTuple):
 
 
 def greedy(logits: torch.Tensor, held: Held, ends: Ends | None) -> None:
-    """`halfbyte.ops.greedy.greedy`."""
+    """`halfbyte.ops.block.greedy`."""
     scores = logits.float()
     if ends is not None and ends.refused:
         columns = torch.arange(logits.shape[1], device=logits.device)
