@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docgen.sources import tables
@@ -9,45 +10,78 @@ from docgen.sources import tables
 _SIZES = "Llama 3 8B's sizes with random weights"
 
 
+#: Modes of the rig: vLLM alone, with halfbyte's cache, and with its weights, too.
+_MODES = ("bf16", "hb_int8_int4", "w4_hb_int8_int4")
+_Rows = dict[tuple[str, str, str], dict[str, Any]]
+
+
 def in_vllm() -> str:
-    """A line for each batch: vLLM alone, with halfbyte's cache, and with its weights, too."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {
-        (r["mode"], r.get("shape", "engine")): r for r in tables.json_lines("vllm.jsonl")
-    }
-    stock, ours, packed = "bf16", "hb_int8_int4", "w4_hb_int8_int4"
-
-    def told_of(mode: str, shape: str, figure: str) -> str:
-        value = rows.get((mode, shape), {}).get(figure)
-        return "" if value is None else f"{value:,.2f}" if figure == "step_ms" else f"{value:,}"
-
-    shapes = {shape: None for mode, shape in rows if mode in (ours, packed) and shape != "engine"}
+    """A line for each batch: steps and prompts of each mode."""
+    rows = _in_vllm()
     lines = [
         (
-            " x ".join(f"{int(number):,}" for number in shape.split("x")),
-            *(told_of(mode, shape, figure) for figure in ("step_ms", "prefill_tok_s") for mode in (stock, ours, packed)),
+            _batch(shape),
+            *(_figure(rows, "decode", mode, shape, "step_ms", 2) for mode in _MODES),
+            *(_figure(rows, "decode", mode, shape, "prefill_tok_s") for mode in _MODES),
         )
-        for shape in sorted(shapes, key=lambda shape: [int(number) for number in shape.split("x")])
+        for shape in _shapes(rows, "decode", _MODES[1:])
     ]
-    heads = (
-        "requests x context",
-        "step, 16 bits, ms",
-        "INT8 / INT4 cache",
-        "and INT4 weights",
-        "prompts, 16 bits, tokens/s",
-        "INT8 / INT4 cache",
-        "and INT4 weights",
-    )
-    before, now = rows[stock, "engine"], rows[ours, "engine"]
-    env = now["environment"]
-    fit = [f"{rows[mode, 'engine']['kv_tokens']:,}" for mode in (stock, ours, packed)]
+    columns = ("16 bits", "INT8 / INT4 cache", "and INT4 weights")
+    heads = ("requests x context", f"step, {columns[0]}, ms", *columns[1:], f"prompts, {columns[0]}, tokens/s", *columns[1:])
+    stock, middle, packed = (rows["engine", mode, ""] for mode in _MODES)
+    env = packed["environment"]
     told = (
         f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights in "
-        f"bf16 or in int4_g128, the output layer in bf16. Tokens that fit: {fit[0]}, {fit[1]} and {fit[2]}. Each column ran on "
-        f"another GPU of that kind. With an empty kernel cache halfbyte's engine, the first on its machine, took "
-        f"{now['start_s']:.0f} s to start; stock's {before['start_s']:.0f} s are of a second engine, whose files were in memory, "
-        "so the two do not compare."
+        f"bf16 or in int4_g128, the output layer in bf16. Tokens that fit: {stock['kv_tokens']:,}, {middle['kv_tokens']:,} and "
+        f"{packed['kv_tokens']:,}. The columns of 16 bits and of INT4 weights ran one after the other on one GPU; the middle "
+        f"column and 8 x 16,384 on others of that kind. With an empty kernel cache the engine with INT4 weights, the first on its "
+        f"machine, took {packed['start_s']:.0f} s to start; stock's took {stock['start_s']:.0f} s behind it."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
+
+
+def hits_in_vllm() -> str:
+    """A line for each number of new tokens behind a cached prefix: the first token, and new tokens a second."""
+    rows, modes = _in_vllm(), (_MODES[0], _MODES[2])
+    lines = [
+        (
+            _batch(shape.partition("+")[0]),
+            shape.partition("+")[2],
+            *(_figure(rows, "hits", mode, shape, name) for name in ("first_token_ms", "new_tok_s") for mode in modes),
+        )
+        for shape in _shapes(rows, "hits", modes[1:])
+    ]
+    heads = (
+        "requests x cached tokens",
+        "new tokens each",
+        "first token, 16 bits, ms",
+        "INT8 / INT4 cache and INT4 weights",
+        "new tokens/s, 16 bits",
+        "INT8 / INT4 cache and INT4 weights",
+    )
+    return tables.markdown(heads, lines)
+
+
+def _in_vllm() -> _Rows:
+    """Records of the engine by what was measured, mode and shape."""
+    return {(r["what"], r["mode"], r.get("shape", "")): r for r in tables.json_lines("vllm.jsonl")}
+
+
+def _figure(rows: _Rows, what: str, mode: str, shape: str, name: str, digits: int = 0) -> str:
+    """A cell; empty where nothing was measured."""
+    value = rows.get((what, mode, shape), {}).get(name)
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _batch(shape: str) -> str:
+    """ "8x8192" as "8 x 8,192"."""
+    return " x ".join(f"{int(number):,}" for number in shape.split("x"))
+
+
+def _shapes(rows: _Rows, what: str, modes: tuple[str, ...]) -> list[str]:
+    """The shapes that any of these modes ran, small ones first."""
+    shapes = {shape for kind, mode, shape in rows if kind == what and mode in modes}
+    return sorted(shapes, key=lambda shape: [int(number) for number in re.split("[x+]", shape)])
 
 
 def first_tokens() -> str:
