@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
-from halfbyte.evals.legend import HEADERS, format_rows
+from halfbyte.cli.formats import HEADERS, format_rows
 from halfbyte.settings import HALVES
 from halfbyte_lab import studies
 from halfbyte_lab.cases import linear_baselines, linear_targets, literature, qkv_cases, targets

@@ -15,14 +15,14 @@ from halfbyte import cli
 from halfbyte import settings as defaults
 from halfbyte.device import Datasheet, datasheet_name, describe
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.evals.choices import SAFE, caches, is_safe
-from halfbyte.evals.quality import Setting
 from halfbyte.memory import RESERVED, estimate
 from halfbyte.paths import shipped_model
 from halfbyte_lab.evals import card as cards
 from halfbyte_lab.evals.advice import CPU, advise, command, python_lines
 from halfbyte_lab.evals.card import TOLERATED, Card, Evidence, read_card
+from halfbyte_lab.evals.choices import SAFE, caches, is_safe
 from halfbyte_lab.evals.pages import safe_where
+from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.evals.suite import settings, write
 
 transformers = pytest.importorskip("transformers")
@@ -223,7 +223,7 @@ def test_a_gpu_is_a_name_or_a_size_with_its_unit(llama: str, gpu: str) -> None:
 def test_a_folder_of_our_own_tells_its_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes of what is stored, skipped layers and a quantized output layer included; a format that it has not is refused."""
     from halfbyte import hf
-    from halfbyte.evals.quality import weight_bytes
+    from halfbyte.hf.weights import weight_bytes
 
     made = hf.quantize(
         hf.load(shipped_model(), dtype=torch.bfloat16), weights="nf4", lm_head="int8_col", skip_modules=("model.layers.0",)
@@ -396,7 +396,7 @@ def test_figures_that_are_no_numbers_are_refused(llama: str, tmp_path: Path) -> 
 
 
 def test_the_suite_measures_what_advise_shows() -> None:
-    from halfbyte.evals.model import load
+    from halfbyte_lab.evals.model import load
 
     model, _ = load("demo")
     shown = {(c.keys, c.values, c.weights) for c in advise("demo", gpu="h200").choices}

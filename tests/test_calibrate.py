@@ -16,13 +16,13 @@ from halfbyte.cache_plan import LayerFormats, read_plan
 from halfbyte.calibrated_keys import read_calibration
 from halfbyte.engine import page_layouts
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals import model as models
-from halfbyte.evals.quality import Setting, evaluate
-from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS
+from halfbyte.hf.text import heldout_text, windows
+from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.assignment import Options, Sensitivity, assign, candidates
 from halfbyte_lab.evals.calibrate import Divergence, Measurements, calibrate, fingerprint, measurements_path, runs
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
+from halfbyte_lab.evals.quality import Setting, evaluate
 
 FEW = ("int8", "int4", "int4_channel")
 #: Of the shipped model. Each more costs a run for every format, and makes every run longer.

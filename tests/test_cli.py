@@ -21,6 +21,7 @@ from halfbyte.cli.shared import human_bytes
 from halfbyte.doctor import Check, diagnose
 from halfbyte.errors import InvalidArgument, MissingPackage, require
 from halfbyte_lab import bench_model
+from halfbyte_lab.evaluate import evaluate
 from halfbyte_lab.measure import records
 from halfbyte_lab.measure.environment import Environment
 
@@ -124,7 +125,7 @@ def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytes
 
 def test_formats_that_nobody_named_are_those_of_hf_quantize(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the cache where a command is about a whole model or its kernels, of the weights where it writes them."""
-    for command in (models.evaluate, models.generate, inspect.memory, inspect.explain, bench_model.bench_model, memory.estimate):
+    for command in (evaluate, models.generate, inspect.memory, inspect.explain, bench_model.bench_model, memory.estimate):
         shown = signature(command).parameters
         assert (shown["keys"].default, shown["values"].default) == (settings.KEYS, settings.VALUES), command
     asked: dict[str, Any] = {}
@@ -404,7 +405,11 @@ def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> N
 def test_what_is_known_before_a_model_is_loaded_is_checked_before(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaders = ("halfbyte.evals.model.load", "halfbyte.hf.load", "halfbyte_lab.extract.load_layer", "halfbyte_lab.model_step.load")
+    loaders = (
+        "halfbyte.hf.load",
+        "halfbyte_lab.extract.load_layer",
+        "halfbyte_lab.model_step.load",
+    )
     for loads in loaders:
         monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("a model was loaded"))
     assert run(*arguments) == 1
@@ -418,7 +423,7 @@ def test_more_tokens_than_positions_are_noted(capsys: pytest.CaptureFixture[str]
     def stop(*_: object) -> None:
         raise halfbyte.HalfbyteError("loads now")
 
-    monkeypatch.setattr("halfbyte.evals.model.load", stop)
+    monkeypatch.setattr("halfbyte_lab.evals.model.load", stop)
     for length, noted in (("1024", False), ("999999", True)):
         assert run("eval", "demo", "--length", length) == 1
         assert ("note: 999,999 tokens are more than" in capsys.readouterr().err) is noted

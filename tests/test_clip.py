@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.evals.model import load
-from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS, Format
+from halfbyte.hf.text import heldout_text, windows
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
+from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import recorded_heads
 
 CLIPPED = {name: fmt for name, fmt in KV_FORMATS.items() if fmt.clip < 1}

@@ -23,12 +23,17 @@ from halfbyte import cli
 from halfbyte.cli.shared import parse_layers
 from halfbyte.device import describe
 from halfbyte.errors import CheckpointError, InvalidArgument
-from halfbyte.evals import model as models
-from halfbyte.evals import present
-from halfbyte.evals.choices import SAFE, caches
-from halfbyte.evals.own_attention import own_attention
-from halfbyte.evals.present import verdict
-from halfbyte.evals.quality import (
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+from halfbyte.hf.model_support import half_type
+from halfbyte.hf.text import ByteTokenizer, heldout_text, load_tokenizer, windows
+from halfbyte.paths import shipped_model
+from halfbyte_lab.evals import demo, present
+from halfbyte_lab.evals import model as models
+from halfbyte_lab.evals.choices import SAFE, caches
+from halfbyte_lab.evals.own_attention import own_attention
+from halfbyte_lab.evals.pages import add_results, append_records, by_model, cards, merged, model_table, write_report
+from halfbyte_lab.evals.present import verdict
+from halfbyte_lab.evals.quality import (
     Quality,
     Setting,
     _Tally,
@@ -39,12 +44,6 @@ from halfbyte.evals.quality import (
     steps,
     weight_bytes,
 )
-from halfbyte.evals.text import ByteTokenizer, heldout_text, load_tokenizer, windows
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
-from halfbyte.hf.model_support import half_type
-from halfbyte.paths import shipped_model
-from halfbyte_lab.evals import demo
-from halfbyte_lab.evals.pages import add_results, append_records, by_model, cards, merged, model_table, write_report
 from halfbyte_lab.report import Report
 
 
@@ -411,7 +410,7 @@ def test_quantize_rotates_values(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_quantize_calibrates_on_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the command as by `hf.quantize`; and less divergence on another part of the text."""
     from halfbyte import hf
-    from halfbyte.evals.model import load
+    from halfbyte_lab.evals.model import load
 
     text, folder = tmp_path / "text", tmp_path / "packed"
     text.write_text(heldout_text()[:8000], encoding="utf-8")

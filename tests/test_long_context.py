@@ -14,12 +14,12 @@ from rich.console import Console
 
 from halfbyte import cli
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals import model as models
-from halfbyte.evals.own_attention import own_attention
-from halfbyte.evals.quality import Setting
-from halfbyte.evals.text import ByteTokenizer, _FromTransformers, heldout_text
+from halfbyte.hf.text import ByteTokenizer, _FromTransformers, heldout_text
+from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.long_context import CHARACTERS, KEYS, TEXTS, Tasks, long_context, run_long_context
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
+from halfbyte_lab.evals.own_attention import own_attention
+from halfbyte_lab.evals.quality import Setting
 
 QUIET = Console(file=io.StringIO())
 

@@ -14,10 +14,10 @@ import tiny_models
 
 from halfbyte import hf
 from halfbyte.errors import Unsupported
-from halfbyte.evals import model as models
-from halfbyte.evals.quality import Setting, evaluate
-from halfbyte.evals.text import heldout_text, windows
+from halfbyte.hf.text import heldout_text, windows
+from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads, with_outliers
+from halfbyte_lab.evals.quality import Setting, evaluate
 
 
 @pytest.fixture(scope="module")

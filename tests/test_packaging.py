@@ -73,7 +73,7 @@ for model in (model, halfbyte.hf.load("saved")):
     print(model.generate(torch.arange(8).reshape(1, 8), min_new_tokens=4, max_new_tokens=4).shape[1])
 for command in (
     "bench linear --quick", "demo", "advise demo", "calibrate demo -o keys.safetensors",
-    "eval demo --html page.html", "eval demo --suite", "eval demo --long 64", "explain --compile",
+    "eval demo", "eval demo --suite", "extract demo -o layer", "explain --compile",
 ):
     try:
         main(shlex.split(command))

@@ -14,10 +14,10 @@ import torch
 
 from browser import CHROMIUM
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals.model import load, write
-from halfbyte.evals.quality import Setting
 from halfbyte_lab.evals.demo import PROMPT
+from halfbyte_lab.evals.model import load, write
 from halfbyte_lab.evals.playground import HOST, Asked, Playground, bind, form, serve
+from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.report import Report
 
 #: Where pictures of the page are kept.

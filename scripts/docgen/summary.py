@@ -25,8 +25,8 @@ from docgen.sources import (
     step,
     tables,
 )
-from halfbyte.evals.choices import caches, is_safe
-from halfbyte.evals.quality import Setting
+from halfbyte_lab.evals.choices import caches, is_safe
+from halfbyte_lab.evals.quality import Setting
 
 markdown = tables.markdown
 

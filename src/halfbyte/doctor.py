@@ -325,7 +325,7 @@ def _notes(versions: dict[str, str]) -> list[str]:
     missing = [name for name in OPTIONAL if versions.get(name) == "not installed"]
     notes = [f"{name} is not installed; {OPTIONAL[name]} need it: {pip_install(name)}" for name in missing]
     if find_spec("halfbyte_lab") is None:
-        commands = ", ".join(("HTML pages, eval --suite, eval --long, explain --compile", *LABORATORY))
+        commands = ", ".join(("HTML pages, explain --compile", *LABORATORY))
         notes.append(f"the laboratory is not installed; {commands} need it: {GET_LABORATORY}")
     return notes
 

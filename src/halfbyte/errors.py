@@ -52,7 +52,7 @@ def require(package: str, who: str) -> None:
 
 
 #: Commands of the laboratory, which `halfbyte_lab.commands` registers; without it they say what to install.
-LABORATORY = ("advise", "bench", "calibrate", "demo", "extract")
+LABORATORY = ("advise", "bench", "calibrate", "demo", "eval", "extract")
 #: How to install it.
 GET_LABORATORY = "in a checkout of halfbyte: pip install ./lab"
 

@@ -12,9 +12,9 @@ from transformers.utils import logging
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.evals.text import heldout_text
 from halfbyte.hf import calibrated_weights
 from halfbyte.hf.progress_bar import show_progress
+from halfbyte.hf.text import heldout_text
 from halfbyte.hf.weights import select
 from halfbyte.nn import QuantLinear
 from halfbyte.reference.quantize import quantize

@@ -9,15 +9,15 @@ import torch
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals.model import load
-from halfbyte.evals.quality import Setting, evaluate
-from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import weight_format
 from halfbyte.hf import quantize_model
 from halfbyte.hf.default_cache import cache_settings
+from halfbyte.hf.text import heldout_text, windows
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.settings import CLIP, CPU_WEIGHTS, KEYS, VALUES, WEIGHTS
+from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
+from halfbyte_lab.evals.quality import Setting, evaluate
 
 
 def weights(model):

@@ -17,10 +17,10 @@ from torch._dynamo.testing import CompileCounter
 import halfbyte.hf as hf
 from halfbyte import errors, memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
-from halfbyte.evals.own_attention import agreement
-from halfbyte.evals.text import ByteTokenizer
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
+from halfbyte.hf.text import ByteTokenizer
 from halfbyte_lab.evals.advice import advise
+from halfbyte_lab.evals.own_attention import agreement
 from halfbyte_lab.evals.suite import Suite, measure
 
 #: A recurrence, a convolution, layers without any cache, and a state next to the keys and values of the same layer.

@@ -14,8 +14,8 @@ import transformers as tf
 import halfbyte.hf as hf
 from halfbyte import cli
 from halfbyte.errors import InvalidArgument
-from halfbyte.evals.quality import Setting
 from halfbyte.paths import shipped_model
+from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.evals.suite import lm_eval_results
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install lm-eval", exc_type=ImportError)

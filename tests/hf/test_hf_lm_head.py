@@ -16,10 +16,11 @@ from tiny_models import FAMILIES, LLAMA, SIZES
 import halfbyte
 import halfbyte.hf as hf
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.evals.quality import Setting, evaluate, weight_bytes
+from halfbyte.hf.weights import weight_bytes
 from halfbyte.memory import estimate
 from halfbyte.nn import QuantLinear
 from halfbyte.paths import shipped_model
+from halfbyte_lab.evals.quality import Setting, evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore:halfbyte. .* stay in 16 bits")
 

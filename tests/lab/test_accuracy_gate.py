@@ -14,10 +14,10 @@ import torch
 from benches import CPU, quick
 
 from halfbyte.device import Device
-from halfbyte.evals.quality import Setting
 from halfbyte_lab.cases import qkv_cases, qkv_layers
 from halfbyte_lab.cases.engine_step import Requests
 from halfbyte_lab.cases.rank import Model, Rank
+from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.measure.caches import DecodeCase, Inputs, Promise, fill, held_by
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.records import Record, Verdict

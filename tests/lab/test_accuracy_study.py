@@ -10,13 +10,13 @@ import pytest
 import torch
 from benches import CPU, WHERE, quick
 
-from halfbyte.evals.model import load
-from halfbyte.evals.quality import Setting
-from halfbyte.evals.text import ByteTokenizer, heldout_text, windows
 from halfbyte.formats import KV_FORMATS
+from halfbyte.hf.text import ByteTokenizer, heldout_text, windows
 from halfbyte.memory import meta_model, packed_layers
 from halfbyte_lab.evals import real_model
+from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import Heads, recorded_heads
+from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from halfbyte import terminal
-from halfbyte.evals import present
-from halfbyte.evals.legend import HEADERS as FORMAT_HEADERS
-from halfbyte.evals.legend import format_rows
-from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting
+from halfbyte.cli.formats import HEADERS as FORMAT_HEADERS
+from halfbyte.cli.formats import format_rows
 from halfbyte.terminal import show_table
+from halfbyte_lab.evals import present
+from halfbyte_lab.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting
 from halfbyte_lab.measure.records import read_all
 from halfbyte_lab.measure.report_sections import by_section
 from halfbyte_lab.measure.tables import filled

@@ -22,7 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
 LAYERS = (
     {"cli"},
-    {"hf", "vllm", "evals", "doctor", "memory", "terminal"},
+    {"hf", "vllm", "doctor", "memory", "terminal"},
     {"engine", "calibrated_keys"},
     {"checkpoints"},
     {"cache", "cache_pickle", "paging", "nn", "experts"},
@@ -41,14 +41,14 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 #: The heavy or optional packages, and who may import them.
 ONLY = {
-    "transformers": {"hf", "evals", "cli", "memory"},
+    "transformers": {"hf", "cli", "memory"},
     "matplotlib": set(),
     "triton": {"kernels", "device"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
     "typer": {"cli"},
     "vllm": {"vllm"},
-    "huggingface_hub": {"paths", "hf", "evals", "cli", "memory", "checkpoints"},
+    "huggingface_hub": {"paths", "hf", "cli", "memory", "checkpoints"},
 }
 
 
@@ -93,7 +93,7 @@ def inner(path: Path) -> Iterator[str]:
 def test_imports_point_one_way(path: Path) -> None:
     here = unit(path)
     if path == SOURCE / "__init__.py":
-        assert not {"hf", "cli", "evals"} & set(inner(path))
+        assert not {"hf", "cli"} & set(inner(path))
         return
     if here == "__main__":
         return

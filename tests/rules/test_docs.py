@@ -88,7 +88,7 @@ def test_named_files_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|lab|tests|docs|scripts|examples|results)/[\w./-]*)", text) + re.findall(
         r"\]\(([\w./-]+)[)#]", text
     )
-    named += [f"src/halfbyte/{path}" for path in re.findall(r"`((?:reference|cpu|ops|hf|evals|plans)/\w+\.py)`", text)]
+    named += [f"src/halfbyte/{path}" for path in re.findall(r"`((?:reference|cpu|ops|hf|plans)/\w+\.py)`", text)]
     named += re.findall(r'(?:src|srcset)="([\w./-]+)"', text)
     missing = [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()]
     assert not missing

@@ -26,7 +26,7 @@ from halfbyte.errors import InvalidArgument, check
 if TYPE_CHECKING:
     import torch
 
-    from halfbyte.evals.text import Tokenizer
+    from halfbyte.hf.text import Tokenizer
     from halfbyte_lab.evals.calibrate import Calibrated
 
 
@@ -59,8 +59,8 @@ def calibrate(
     Measures each layer's keys and values in each format, finds the best assignment and compares it with the best uniform choices.
     Measurements are kept next to the plan: an interrupted run resumes, and another size is quick.
     """
-    from halfbyte.evals.text import check_exact
     from halfbyte.formats import key_format
+    from halfbyte_lab.evals.quality import check_exact
 
     check_writable(output, "output")
     if not bits:
@@ -97,10 +97,10 @@ def calibrate(
 
 def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int], where: tuple[str | None, str]) -> None:
     """Calibrate keys and write them. where: the device, and the 16-bit type."""
-    from halfbyte.evals.model import load
-    from halfbyte.evals.text import read_text
+    from halfbyte.hf.text import read_text
     from halfbyte.terminal import progress
     from halfbyte_lab.evals.calibrate_keys import calibrate_keys
+    from halfbyte_lab.evals.model import load
 
     content, (count, length, chunk) = read_text(text), cut
     lm, tokenizer = load(model, *where)
@@ -119,7 +119,7 @@ def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int]
 
 def _windows(tokenizer: Tokenizer, content: str, length: int, count: int) -> torch.Tensor:
     """Windows int64 [count, length] of a text, all of them."""
-    from halfbyte.evals.text import windows
+    from halfbyte.hf.text import windows
 
     ids = windows(tokenizer.encode(content), length, count, tokenizer.bos)
     if ids.shape[0] < count:
@@ -152,11 +152,11 @@ def _calibrated(
     keys: str,
 ) -> list[Calibrated]:
     """Load, measure what is not known yet, choose. where: the device, and the 16-bit type; keys: the file of calibrated ones."""
-    from halfbyte.evals.model import load
-    from halfbyte.evals.text import read_text
+    from halfbyte.hf.text import read_text
     from halfbyte.terminal import progress
     from halfbyte_lab.evals import calibrate as steps
     from halfbyte_lab.evals.assignment import candidates
+    from halfbyte_lab.evals.model import load
 
     content = read_text(text)
     lm, tokenizer = load(model, *where)

@@ -1,4 +1,4 @@
-"""What the laboratory adds to the command line of halfbyte: advise, bench, calibrate, demo and extract."""
+"""What the laboratory adds to the command line of halfbyte: advise, bench, calibrate, demo, eval and extract."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from halfbyte.cli.shared import App, Model, Where, Wide, check_new_folder, check
 from halfbyte_lab import bench
 from halfbyte_lab.advise import advise
 from halfbyte_lab.calibrate import calibrate
+from halfbyte_lab.evaluate import evaluate
 
 if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
@@ -26,6 +27,7 @@ def add_to(app: App) -> None:
     app.command("advise")(advise)
     app.command("calibrate")(calibrate)
     app.command("demo")(demo)
+    app.command("eval")(evaluate)
     app.command("extract")(extract)
     app.add_typer(bench.app, name="bench")
 
@@ -40,9 +42,9 @@ def demo(
     wide: Wide = False,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
-    from halfbyte.evals.present import HEADERS, rows
     from halfbyte_lab.evals.demo import demo as run
     from halfbyte_lab.evals.pages import append_records
+    from halfbyte_lab.evals.present import HEADERS, rows
 
     check_page(html, "html")
     check_writable(output, "output")

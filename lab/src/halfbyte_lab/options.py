@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,24 @@ if TYPE_CHECKING:
 
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
 Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """How the results of an evaluation are shown, where they go, and whether an evidence card is made."""
+
+    html: Html = None
+    output: Output = None
+    as_json: Json = False
+    wide: Wide = False
+    suite: Annotated[bool, typer.Option("--suite", help="Measure an evidence card: formats, long contexts, --tasks.")] = False
+    card: Annotated[
+        Path | None, typer.Option(help="With --suite: the card, a .json file; .md is written next to it. Default: MODEL-card.json.")
+    ] = None
+    tasks: Annotated[
+        str,
+        typer.Option(help="With --suite: tasks of lm-eval, or files NAME.yaml of local ones, separated by commas; needs lm-eval."),
+    ] = ""
 
 
 @dataclass(frozen=True)

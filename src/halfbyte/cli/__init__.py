@@ -20,7 +20,6 @@ from halfbyte.cli.warmup import warmup
 from halfbyte.errors import LABORATORY, HalfbyteError, MissingPackage, laboratory
 
 app = App(name="halfbyte", help="Low-bit KV caches and 4-bit linear layers for LLM decoding.")
-app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("warmup")(warmup)

@@ -1,18 +1,17 @@
-"""Commands that run a model: eval, generate, quantize."""
+"""Commands that run a model: generate, quantize."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfbyte import settings
-from halfbyte.cli.options import CacheFormats, Dtype, EvalOptions, OfHalves, with_options
+from halfbyte.cli.options import CacheFormats, Dtype, OfHalves, with_options
 from halfbyte.cli.shared import (
     LmHead,
     Model,
@@ -20,114 +19,23 @@ from halfbyte.cli.shared import (
     Source,
     Where,
     check_new_folder,
-    check_page,
-    check_writable,
     console,
+    load_model,
     parse_layers,
-    print_table,
-    token_count,
     words,
 )
-from halfbyte.errors import InvalidArgument, check, laboratory
+from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from halfbyte.cache_plan import CachePlan
-    from halfbyte.evals.quality import Setting
+    from halfbyte.hf.text import Tokenizer
 
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
 RotateValues = Annotated[bool, typer.Option("--rotate-values", help="Fold a rotation of values into v_proj and o_proj.")]
 Clip = Annotated[str | None, typer.Option(help="search: per group of up to 32, clip the range to the least squared error; slower.")]
-Plan = Annotated[
-    Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
-]
-
-
-@with_options(CacheFormats, EvalOptions)
-def evaluate(
-    cache: CacheFormats,
-    results_to: EvalOptions,
-    model: Model,
-    weights: Weights = "bf16",
-    lm_head: LmHead = "bf16",
-    rotate_values: Annotated[
-        bool,
-        typer.Option("--rotate-values", help="Hadamard-rotate values: folded into v_proj and o_proj, or else in the cache."),
-    ] = False,
-    clip: Clip = None,
-    plan: Plan = None,
-    every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.")] = None,
-    windows: Annotated[int | None, typer.Option(help="Maximum number of windows, spread over the text; default: all.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
-    chunk: Annotated[int, typer.Option(help="Tokens fed at a time.")] = 16,
-    long: Annotated[
-        int | None,
-        typer.Option(
-            parser=token_count,
-            metavar="TOKENS",
-            help="Also evaluate contexts of this many tokens: retrieval, and how long texts equal the 16-bit ones.",
-        ),
-    ] = None,
-    dtype: Dtype = settings.HALVES[0],
-    device: Where = None,
-) -> None:
-    """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
-    from halfbyte.evals.choices import limit
-    from halfbyte.evals.model import load
-    from halfbyte.evals.own_attention import agreement
-    from halfbyte.evals.present import HEADERS, records, rows, verdict
-    from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
-    from halfbyte.evals.text import check_exact, read_text
-    from halfbyte.evals.text import windows as cut
-    from halfbyte.hf.model_support import head_dims, text_config
-
-    check_page(results_to.html, "html")
-    check_writable(results_to.output, "output")
-    pages: Any = laboratory("evals.pages", "--html and --output") if results_to.html or results_to.output else None
-    for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
-        check(value is None or value >= least, f"{name}={value}; expected at least {least}")
-    check(results_to.suite or not (results_to.card or results_to.tasks), "--card and --tasks say something about --suite; add it")
-    if results_to.suite:
-        laboratory("evals.suite", "--suite").run(model, results_to, text, (windows, length, chunk, long), device, dtype)
-        return
-    contexts = None if long is None else laboratory("evals.long_context", "--long")
-    check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
-    content = read_text(text)
-    head = None if lm_head == "bf16" else lm_head
-    setting, config = _setting(model, cache, weights, plan, clip=clip, lm_head=head, dtype=dtype)
-    check_exact(setting.exact, min(length, long or length))
-    setting = replace(setting, rotate_values=rotate_values, lm_head=head)
-    dim = head_dims(text_config(config))[0]
-    choices = [*every_kv_setting(dim, dtype), *every_weight_setting(dtype)] if every else [setting]
-    _warn_of_positions(config, max(length, long or 0))
-    lm, tokenizer = load(model, device, dtype)
-    ids = tokenizer.encode(content)
-    tokens = cut(ids, length, windows, tokenizer.bos)
-    tasks = contexts and contexts.Tasks(lm, tokenizer, ids, long)
-    plain, own = Setting.plain(dtype), Setting.of_transformers(dtype)
-    runs = [plain, *[s for s in choices if s != plain]]
-    results = run_evaluation(lm, [plain, own, *runs[1:]], tokens, chunk, console(stderr=True))
-    longer = contexts.run_long_context(lm, runs, tasks, console(stderr=True)) if contexts else []
-    equal, total = agreement(lm, tokens[:2, : min(48, length)])
-    if results_to.as_json:
-        print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": total}))
-    else:
-        count = tokens.shape[0]
-        title = f"{model}: {count} window{'s' * (count > 1)} of {length:,} tokens, {chunk} at a time"
-        print_table(title, HEADERS, rows(results), text_columns=2, wide=results_to.wide)
-        if contexts:
-            print_table(f"Contexts of {long:,} tokens", contexts.LONG_HEADERS, contexts.long_rows(longer), text_columns=1)
-        same = (
-            f"16-bit keys and values: {equal} of {total} greedy tokens equal those of transformers' own attention, from which the "
-            f"packed cache of 16 bits diverges by {results[0].floor:.1e} nats; safe: up to {limit(results[0].floor):.1e}"
-        )
-        console().print(f"{same}\n{verdict(results)}".strip(), markup=False, highlight=False)
-    if results_to.output is not None:
-        pages.append_records(results, results_to.output, longer, device=device)
-    if results_to.html is not None:
-        pages.write_report(results, f"{model}: what the bits cost", results_to.html, longer)
 
 
 @with_options(CacheFormats)
@@ -145,46 +53,98 @@ def generate(
     device: Where = None,
 ) -> None:
     """Generate text with a packed cache, printing tokens as they come: what continues --prompt, or the answers of a --chat."""
-    from halfbyte.evals.model import load, write
-    from halfbyte.evals.quality import with_weights
+    from halfbyte import hf
+    from halfbyte.device import describe
+    from halfbyte.formats import weight_format
+    from halfbyte.hf.model_support import BUCKET
     from halfbyte.hf.progress_bar import show_progress
+    from halfbyte.hf.text import load_tokenizer
+    from halfbyte.memory import packed_layers
+    from halfbyte.paths import resolve_model
+    from halfbyte.reference.quantize import check_clip
 
     check((prompt is None) == chat, "give --prompt with a text to continue, or --chat to write to the model line by line")
     text = _text(prompt or "")
     check(clip is None or weights != "bf16", f"--clip {clip} is about weights; name --weights as well")
-    setting, _ = _setting(model, cache, weights, dtype=dtype, clip=clip)
+    check(temperature == 0 or 1e-3 <= temperature <= 1e3, f"temperature={temperature}; expected 0, or 0.001 to 1000")
+    config, options = cache_options(model, cache)
+    options |= {"weights": None if weights in ("bf16", dtype) else weights, "clip": clip}
+    if options["weights"] is not None:
+        check_clip(clip, weight_format(options["weights"]))
+    ask: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0, "pad_token_id": 0}
+    ask |= {"temperature": temperature} if temperature else {}
+
+    def load() -> Any:
+        with show_progress():
+            return hf.quantize(load_model(model, device, dtype), **options)
+
     if chat:
-        _chat(model, setting, tokens, (temperature, seed), device)
+        _chat(model, load, ask, seed)
         return
-    lm, tokenizer = load(model, device, dtype)
-    with show_progress():
-        quantized = with_weights(lm, *setting.in_weights)
-    pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
+    layers = packed_layers(config, cache.keys, cache.values, options["skip_layers"])
+    tokenizer = load_tokenizer(resolve_model(model), config.get_text_config(decoder=True).vocab_size)
+    ids = tokenizer.encode(text)
+    check(bool(ids), "prompt is empty; give at least one token of text to continue")
+    ids = ids if tokenizer.bos is None else [tokenizer.bos, *ids]
+    check(0 < tokens < 2**31 - len(ids) - BUCKET, f"tokens={tokens}; expected at least 1, with the prompt's {len(ids)} below 2^31")
+    nbytes, memory = layers.nbytes(1, len(ids) + tokens), describe(device).memory_bytes
+    size = f"{nbytes / 1e9:,.1f} GB"
+    check(nbytes < memory, f"tokens={tokens}: their cache of {size} is larger than this device's memory, {memory / 1e9:,.1f} GB")
+    _continue(load(), tokenizer, text, ids, ask, seed)
+
+
+def _continue(model: Any, tokenizer: Tokenizer, text: str, ids: list[int], options: dict[str, Any], seed: int) -> None:
+    """Print a text, whose tokens are `ids`, and what `generate()` continues it with."""
+    import torch
+
+    prompt = torch.tensor([ids], device=model.device)
+    torch.manual_seed(seed)
     print(text, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
+    streamer = _Printer(tokenizer, model.generation_config.eos_token_id)
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
     print()
 
 
-def _chat(model: str, setting: Setting, tokens: int, sampling: tuple[float, int], device: str | None) -> None:
+class _Printer:
+    """A streamer of `generate()`, in transformers' words: prints tokens behind the prompt as soon as they are whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: int | list[int] | None) -> None:
+        self._tokenizer, self._ends = tokenizer, ends if isinstance(ends, list) else [ends]
+        self._ids: list[int] | None = None  # the prompt is yet to come
+        self._shown = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """The prompt, then each token."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids += [token for token in tokens.flatten().tolist() if token not in self._ends]
+        if not self._tokenizer.decode(self._ids).endswith("\ufffd"):
+            self.end()
+
+    def end(self) -> None:
+        """Print what has not been."""
+        text = self._tokenizer.decode(self._ids or [])
+        print(text[self._shown :], end="", flush=True)
+        self._shown = len(text)
+
+
+def _chat(model: str, load: Callable[[], Any], options: dict[str, Any], seed: int) -> None:
     """Answer each line of standard input until it ends; Ctrl-C ends an answer, or the conversation between two."""
     import torch
     from transformers import AutoTokenizer, TextStreamer
 
-    from halfbyte.evals.model import load
-    from halfbyte.evals.quality import cache_for, with_weights
     from halfbyte.hf import Chat
-    from halfbyte.hf.progress_bar import show_progress
+    from halfbyte.hf.default_cache import cache_settings
     from halfbyte.paths import resolve_model
 
-    tokenizer, (temperature, seed) = AutoTokenizer.from_pretrained(resolve_model(model)), sampling
-    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0, "pad_token_id": 0}
-    options |= {"temperature": temperature} if temperature else {}
-    options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    conversation = Chat(None, tokenizer, None, **options)  # a model without a template is refused before it is loaded
-    with show_progress():
-        quantized = with_weights(load(model, device, setting.dtype)[0], *setting.in_weights)
-    conversation.model, conversation.cache = quantized, cache_for(quantized, setting, 1024 + tokens)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    conversation = Chat(None, tokenizer, None, streamer=streamer, **options)  # no template: refused before the model is loaded
+    conversation.model = lm = load()
+    formats = cache_settings(lm)
+    assert formats is not None
+    conversation.cache = formats.make(lm, 1024 + options["max_new_tokens"])
     torch.manual_seed(seed)
     ask = console(stderr=True)
     while line := _line("> " if sys.stdin.isatty() else ""):
@@ -206,58 +166,29 @@ def _line(prompt: str) -> str:
         return ""
 
 
-def _setting(
-    model: str, cache: CacheFormats, weights: str, plan: Path | None = None, *, dtype: str, **of_weights: str | None
-) -> tuple[Setting, Any]:
-    """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded. A plan
-    takes the place of the formats of `cache` and, where it has some, of its sink and recent tokens.
-    """
+def cache_options(model: str, cache: CacheFormats) -> tuple[Any, dict[str, Any]]:
+    """(configuration, options of `hf.quantize`): a cache, checked by names and by the configuration before weights are loaded."""
     from halfbyte.calibrated_keys import read_calibration
-    from halfbyte.evals.quality import Setting
-    from halfbyte.formats import key_format
+    from halfbyte.formats import check_window, key_format, value_format
     from halfbyte.hf.model_support import head_dims, model_sizes, text_config
     from halfbyte.memory import load_config, packed_layers
     from halfbyte.paths import resolve_model
     from halfbyte.reference.hadamard import rotated
 
-    keys, values, exact = cache.keys, cache.values, {"sink_tokens": cache.sink_tokens, "recent_tokens": cache.recent_tokens}
-    packed = None if weights in ("bf16", dtype) else weights
-    if plan is not None:
-        check(cache.calibration is None, "--calibration goes with formats of all layers; leave it out, or --plan")
-        config = load_config(resolve_model(model))
-        setting = Setting.of_plan(read_plan_of(plan, config), packed, dtype, exact=(cache.sink_tokens, cache.recent_tokens))
-        return replace(setting, **of_weights), config  # type: ignore[arg-type]
-    setting = Setting(keys, values, packed, dtype=dtype, **exact, **of_weights)  # type: ignore[arg-type]
+    keys, values = key_format(cache.keys), value_format(cache.values)
+    check_window(cache.sink_tokens, cache.recent_tokens, keys, values)
     config = load_config(resolve_model(model))
+    decoder = text_config(config)
     if cache.calibration is not None:
-        read_calibration(cache.calibration).of_model(model_sizes(text_config(config)), "")
-        setting = replace(setting, calibration=str(cache.calibration))
-    layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
-    packed_layers(config, keys, values, layers)
-    rotate_keys = rotated(cache.rotate_keys, key_format(keys), head_dims(text_config(config))[0])
-    return replace(setting, rotate_keys=rotate_keys, skip_layers=layers), config
-
-
-def _warn_of_positions(config: Any, length: int) -> None:
-    """Warn on stderr that a model was not trained for so many tokens: high perplexity there is not due to the formats."""
-    from halfbyte.hf.model_support import text_config
-
-    limit = getattr(text_config(config), "max_position_embeddings", None)
-    if isinstance(limit, int) and length > limit:
-        message = (
-            f"note: {length:,} tokens are more than the {limit:,} positions of this model, which it may not read well in 16 bits"
-        )
-        console(stderr=True).print(message, markup=False, highlight=False)
-
-
-def read_plan_of(plan: Path, model: Any) -> CachePlan:
-    """A plan from its file, for this model or configuration."""
-    from halfbyte.cache_plan import read_plan
-    from halfbyte.hf.model_support import model_sizes, text_config
-
-    cache_plan = read_plan(plan)
-    cache_plan.check_model(model_sizes(text_config(model)))
-    return cache_plan
+        read_calibration(cache.calibration).of_model(model_sizes(decoder), "")
+    layers = parse_layers(cache.skip_layers, decoder.num_hidden_layers)
+    packed_layers(config, cache.keys, cache.values, layers)
+    return config, {
+        **asdict(cache),
+        "calibration": None if cache.calibration is None else str(cache.calibration),
+        "rotate_keys": rotated(cache.rotate_keys, keys, head_dims(decoder)[0]),
+        "skip_layers": layers,
+    }
 
 
 def _text(prompt: str) -> str:
@@ -300,8 +231,7 @@ def quantize(
     import torch
 
     from halfbyte import hf
-    from halfbyte.evals.quality import weight_bytes
-    from halfbyte.hf.weights import packed_share
+    from halfbyte.hf.weights import packed_share, weight_bytes
     from halfbyte.paths import resolve_model
 
     folder = resolve_model(model or source or "") if model or source else ""
@@ -334,8 +264,8 @@ def _quantized(
     """
     from halfbyte import hf
     from halfbyte.device import describe
-    from halfbyte.evals.text import read_text
     from halfbyte.formats import plain_format, weight_format
+    from halfbyte.hf.text import read_text
     from halfbyte.nn import QuantLayer
     from halfbyte.paths import resolve_model
     from halfbyte.reference.quantize import check_clip

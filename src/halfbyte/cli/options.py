@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from halfbyte import settings
-from halfbyte.cli.shared import Html, Json, RecentTokens, SinkTokens, Wide
+from halfbyte.cli.shared import RecentTokens, SinkTokens
 
 
 def _known_half(dtype: str | None) -> str | None:
@@ -30,30 +30,6 @@ Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, su
 OfHalves = typer.Option("--dtype", help="16-bit type of what is not quantized: bf16 or fp16.", callback=_known_half)
 Dtype = Annotated[str, OfHalves]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
-
-
-@dataclass(frozen=True)
-class ResultOptions:
-    """How the results of an evaluation are shown, and where they go."""
-
-    html: Html = None
-    output: Output = None
-    as_json: Json = False
-    wide: Wide = False
-
-
-@dataclass(frozen=True)
-class EvalOptions(ResultOptions):
-    """And whether an evidence card is made."""
-
-    suite: Annotated[bool, typer.Option("--suite", help="Measure an evidence card: formats, long contexts, --tasks.")] = False
-    card: Annotated[
-        Path | None, typer.Option(help="With --suite: the card, a .json file; .md is written next to it. Default: MODEL-card.json.")
-    ] = None
-    tasks: Annotated[
-        str,
-        typer.Option(help="With --suite: tasks of lm-eval, or files NAME.yaml of local ones, separated by commas; needs lm-eval."),
-    ] = ""
 
 
 @dataclass(frozen=True)

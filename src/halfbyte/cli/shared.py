@@ -235,3 +235,27 @@ def _number(word: str) -> int:
 
 def _short(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
+
+
+def load_model(name: str, device: Any = None, dtype: str = "bf16") -> Any:
+    """The model of a folder, a Hub id or `demo` on a device, None: the GPU if there is one. On a CPU arithmetic is in fp32.
+
+    dtype: the 16-bit type of weights that are not quantized, one of `settings.HALVES`.
+    """
+    from halfbyte.errors import require
+
+    require("transformers", "halfbyte.hf")
+    import torch
+    from transformers.utils import logging
+
+    from halfbyte import hf
+    from halfbyte.device import describe
+    from halfbyte.formats import plain_format
+    from halfbyte.paths import resolve_model
+    from halfbyte.settings import check_half
+
+    logging.disable_progress_bar()  # the caller shows its own progress
+    half, where = plain_format(check_half(dtype)).code.dtype, describe(device).torch
+    model = hf.load(resolve_model(name), dtype=half)
+    # transformers refuses .float() on quantized models; QuantLinear keeps its codes and scales when it is cast
+    return (model.to(where) if where.type == "cuda" else torch.nn.Module.float(model)).eval()

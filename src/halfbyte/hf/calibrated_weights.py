@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from halfbyte.errors import Unsupported, check
-from halfbyte.evals.text import load_tokenizer, windows
 from halfbyte.formats import Format
 from halfbyte.hf.model_support import Decoder
 from halfbyte.hf.progress_bar import progress_bar
+from halfbyte.hf.text import load_tokenizer, windows
 from halfbyte.hf.weights import Target, linear_size, quantized
 from halfbyte.nn import QuantLayer
 

@@ -274,6 +274,12 @@ def packed_share(model: nn.Module) -> float:
     return packed / max(1, packed + sum(p.numel() for p in model.parameters() if id(p) not in parts))
 
 
+def weight_bytes(model: Any) -> int:
+    """Bytes of a model's weights: quantized ones as they are stored, all others at 16 bits, whatever type they compute in."""
+    sizes = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
+    return sum(sizes.get(id(p), 2 * p.numel()) for p in model.parameters())
+
+
 #: From this share of a model's weights on, those outside of linear layers are worth a warning.
 MENTIONED = 0.05
 

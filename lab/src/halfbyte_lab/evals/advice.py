@@ -19,7 +19,6 @@ from halfbyte import settings
 from halfbyte.checkpoints.adapters import make_adapter
 from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
-from halfbyte.evals.choices import caches
 from halfbyte.formats import plain_format
 from halfbyte.memory import (
     CacheSizes,
@@ -39,6 +38,7 @@ from halfbyte.memory import (
 from halfbyte.paths import SHIPPED, resolve_model
 from halfbyte.settings import HALVES, check_half
 from halfbyte_lab.evals.card import TOLERATED, WEIGHTS, Card, Evidence, card_of, first_fitting, fits, nearest_card
+from halfbyte_lab.evals.choices import caches
 
 
 @dataclass(frozen=True)

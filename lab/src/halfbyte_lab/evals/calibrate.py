@@ -26,11 +26,11 @@ import torch
 
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.evals.text import check_exact
 from halfbyte.formats import KV_FORMATS, plain_format
 from halfbyte.paths import append_line, write_whole
 from halfbyte.settings import HALVES
 from halfbyte_lab.evals.assignment import SIDES, TOKENS, Candidate, Options, Sensitivity
+from halfbyte_lab.evals.quality import check_exact
 
 #: Uniform choices that a plan is compared with.
 UNIFORM = 4

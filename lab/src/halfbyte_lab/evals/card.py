@@ -21,10 +21,10 @@ from typing import Any
 import halfbyte
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.evals.choices import is_safe
 from halfbyte.memory import packed_layers, quantized_bytes, weight_or_plain
 from halfbyte.paths import SHIPPED
 from halfbyte.settings import HALVES
+from halfbyte_lab.evals.choices import is_safe
 
 #: Largest change of perplexity with its noise, in %, that is recommended where there is evidence.
 TOLERATED = 1.0

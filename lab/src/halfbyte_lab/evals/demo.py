@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from halfbyte.evals.choices import limit
-from halfbyte.evals.model import load, write
-from halfbyte.evals.own_attention import agreement
-from halfbyte.evals.present import verdict
-from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, run_evaluation
-from halfbyte.evals.text import Tokenizer, heldout_text, windows
+from halfbyte.hf.text import Tokenizer, heldout_text, windows
 from halfbyte.paths import SHIPPED
 from halfbyte.terminal import progress
 from halfbyte_lab.evals.card import shipped_cards
+from halfbyte_lab.evals.choices import limit
+from halfbyte_lab.evals.model import load, write
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
+from halfbyte_lab.evals.own_attention import agreement
 from halfbyte_lab.evals.pages import BY_MODEL, SAFE_WORDS, add_results, by_model, model_table
+from halfbyte_lab.evals.present import verdict
+from halfbyte_lab.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, run_evaluation
 from halfbyte_lab.evals.suite import QUALITY, quality_rows
 from halfbyte_lab.report import Report
 

@@ -25,9 +25,9 @@ import torch
 from rich.console import Console
 
 from halfbyte.errors import check
-from halfbyte.evals.quality import Setting, cache_for, with_weights
-from halfbyte.evals.text import Tokenizer, check_exact, windows
+from halfbyte.hf.text import Tokenizer, windows
 from halfbyte.terminal import progress
+from halfbyte_lab.evals.quality import Setting, cache_for, check_exact, with_weights
 
 #: Keys that are looked for, and their characters; texts that are continued; the prompt's share of the context.
 KEYS, CHARACTERS, TEXTS, PROMPT = 8, 16, 4, 1 / 20

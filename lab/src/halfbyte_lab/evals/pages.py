@@ -14,16 +14,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from halfbyte.cli.formats import format_rows
 from halfbyte.device import describe
-from halfbyte.evals.choices import SAFE, is_safe
-from halfbyte.evals.legend import format_rows
-from halfbyte.evals.present import HEADERS, chosen, kind, ratio, records, row, safety, verdict
-from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
 from halfbyte.paths import append_line
 from halfbyte.settings import KEYS, VALUES
 from halfbyte_lab.evals.calibrate import Calibrated
+from halfbyte_lab.evals.choices import SAFE, is_safe
 from halfbyte_lab.evals.long_context import LONG_HEADERS, LongContext, long_rows
+from halfbyte_lab.evals.present import HEADERS, chosen, kind, ratio, records, row, safety, verdict
+from halfbyte_lab.evals.quality import Quality, Setting
 from halfbyte_lab.measure.charts import Point, divergence, lines
 from halfbyte_lab.measure.environment import environment
 from halfbyte_lab.report import Cell, Report

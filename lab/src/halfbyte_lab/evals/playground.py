@@ -19,14 +19,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from halfbyte.cli.formats import format_rows
 from halfbyte.errors import HalfbyteError, InvalidArgument, check
-from halfbyte.evals.choices import caches
-from halfbyte.evals.legend import format_rows
-from halfbyte.evals.model import write
-from halfbyte.evals.quality import Setting, evaluate, kv_bytes_per_token, weight_bytes, with_weights
-from halfbyte.evals.text import Tokenizer, heldout_text, windows
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, key_format
+from halfbyte.hf.text import Tokenizer, heldout_text, windows
+from halfbyte.hf.weights import weight_bytes
 from halfbyte.reference.hadamard import rotated
+from halfbyte_lab.evals.choices import caches
+from halfbyte_lab.evals.model import write
+from halfbyte_lab.evals.quality import Setting, evaluate, kv_bytes_per_token, with_weights
 
 Event = dict[str, Any]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import MissingPackage, require
-from halfbyte.evals.text import Tokenizer
+from halfbyte.hf.text import Tokenizer
 from halfbyte.paths import new_folder
 
 NAME = "SmolLM2-135M-Instruct"

@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfbyte.cli.options import EvalOptions
 from halfbyte.cli.shared import check_writable, console, print_table, words
 from halfbyte.device import describe
 from halfbyte.errors import check, require
-from halfbyte.evals.choices import caches, limit
-from halfbyte.evals.model import load
-from halfbyte.evals.own_attention import agreement
-from halfbyte.evals.quality import Quality, Setting, run_evaluation, with_weights
-from halfbyte.evals.text import Tokenizer, heldout_text, read_text
-from halfbyte.evals.text import windows as cut
 from halfbyte.formats import key_format, plain_format
+from halfbyte.hf.text import Tokenizer, heldout_text, read_text
+from halfbyte.hf.text import windows as cut
 from halfbyte.nn import QuantLayer
 from halfbyte.paths import resolve_model, write_whole
 from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import CLIP
 from halfbyte.settings import WEIGHTS as WEIGHTS_BY_DEFAULT
 from halfbyte_lab.evals.card import FIGURES, KIND, VERSION, WEIGHTS, Card, first_fitting, fits, sizes_of
+from halfbyte_lab.evals.choices import caches, limit
 from halfbyte_lab.evals.long_context import LongContext, Tasks, run_long_context
+from halfbyte_lab.evals.model import load
+from halfbyte_lab.evals.own_attention import agreement
+from halfbyte_lab.evals.quality import Quality, Setting, run_evaluation, with_weights
 from halfbyte_lab.measure.environment import environment
+from halfbyte_lab.options import EvalOptions
 
 #: Windows and tokens of the long contexts where no option says otherwise.
 DEFAULT_WINDOWS, DEFAULT_LONG = 8, 1024

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.errors import check
-from halfbyte.evals.choices import SAFE
+from halfbyte_lab.evals.choices import SAFE
 from halfbyte_lab.measure.chart_style import (
     BLUE,
     INK,

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from halfbyte.cache import KVCache
-from halfbyte.evals.model import load
-from halfbyte.evals.quality import Quality, Setting, evaluate, every_kv_setting, every_weight_setting
-from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS, weight_format
+from halfbyte.hf.text import heldout_text, windows
 from halfbyte.memory import quantized_bytes
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear
 from halfbyte.reference.quantize import quantize
+from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import BIAS, Heads, Outliers, recorded_heads, with_outliers
+from halfbyte_lab.evals.quality import Quality, Setting, evaluate, every_kv_setting, every_weight_setting
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.checks import BenchmarkRefused, eager_attention, float64_attention, timed_attention_accuracy
 from halfbyte_lab.measure.linear import promise

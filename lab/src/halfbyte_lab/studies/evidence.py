@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from halfbyte.evals.model import load
-from halfbyte.evals.quality import Setting
-from halfbyte.evals.text import Tokenizer, heldout_text, windows
+from halfbyte.hf.text import Tokenizer, heldout_text, windows
 from halfbyte.paths import resolve_model
 from halfbyte.settings import CLIP
 from halfbyte_lab.evals import real_model
 from halfbyte_lab.evals.long_context import Tasks, found
+from halfbyte_lab.evals.model import load
+from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session

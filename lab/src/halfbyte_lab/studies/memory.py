@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.evals.quality import Setting, every_kv_setting
 from halfbyte.formats import weight_format
 from halfbyte.memory import CacheSizes, meta_model, packed_layers, quantized_bytes
+from halfbyte_lab.evals.quality import Setting, every_kv_setting
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session

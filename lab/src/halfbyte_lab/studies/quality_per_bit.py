@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfbyte.evals.quality import Setting, every_kv_setting
-from halfbyte.evals.text import ByteTokenizer, windows
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+from halfbyte.hf.text import ByteTokenizer, windows
 from halfbyte.reference.quantize import has_searched_clip
 from halfbyte.settings import CLIP
 from halfbyte.settings import KEYS as DEFAULT_KEYS
@@ -26,6 +25,7 @@ from halfbyte_lab.evals.assignment import candidates
 from halfbyte_lab.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
 from halfbyte_lab.evals.long_context import LongContext, Tasks, long_context
 from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads
+from halfbyte_lab.evals.quality import Setting, every_kv_setting
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session

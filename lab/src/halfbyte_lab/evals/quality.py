@@ -21,14 +21,14 @@ from rich.console import Console
 
 from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import check
-from halfbyte.evals.choices import caches
-from halfbyte.evals.own_attention import own_attention
-from halfbyte.evals.text import check_exact
 from halfbyte.formats import Format, check_window, key_format, plain_format, value_format, weight_format
-from halfbyte.nn import QuantLayer, QuantLinear
+from halfbyte.hf.weights import weight_bytes
+from halfbyte.nn import QuantLinear
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
 from halfbyte.terminal import progress_later
+from halfbyte_lab.evals.choices import caches
+from halfbyte_lab.evals.own_attention import own_attention
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,15 @@ def run_evaluation(
         return [replace(r, model=name) for r in evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=on_step)]
 
 
+def check_exact(exact: tuple[int, int], length: int) -> None:
+    """Raise where texts of `length` tokens are not longer than the sink and recent tokens that stay in 16 bits."""
+    sinks, recent = exact
+    check(
+        not (sinks or recent) or sinks + recent < length,
+        f"sink_tokens={sinks}, recent_tokens={recent}: nothing of a text of {length:,} tokens would be quantized; use longer ones",
+    )
+
+
 @dataclass
 class _Outputs:
     """What a model said of one chunk, on its device: logits [B, L, V]; hidden states [L, hidden] of the first window by layer."""
@@ -333,12 +342,6 @@ def with_weights(
     if weights is lm_head is None and not rotate_values:
         return model
     return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip, rotate_values=rotate_values, lm_head=lm_head)
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of a model's weights: quantized ones as they are stored, all others at 16 bits, whatever type they compute in."""
-    sizes = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
-    return sum(sizes.get(id(p), 2 * p.numel()) for p in model.parameters())
 
 
 def kv_bytes_per_token(model: Any, setting: Setting) -> float:

@@ -1,4 +1,4 @@
-"""Text to evaluate on, as token windows, and the byte fallback for models that come without a tokenizer."""
+"""Texts to calibrate and to evaluate on, as windows of tokens; bytes are the tokens of models without a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from typing import Any, Protocol
 import torch
 
 from halfbyte.errors import CheckpointError, InvalidArgument, check
-
-
-def check_exact(exact: tuple[int, int], length: int) -> None:
-    """Raise where texts of `length` tokens are not longer than the sink and recent tokens that stay in 16 bits."""
-    sinks, recent = exact
-    check(
-        not (sinks or recent) or sinks + recent < length,
-        f"sink_tokens={sinks}, recent_tokens={recent}: nothing of a text of {length:,} tokens would be quantized; use longer ones",
-    )
 
 
 class Tokenizer(Protocol):

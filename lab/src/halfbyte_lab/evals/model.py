@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
+from halfbyte.cli.shared import load_model
 from halfbyte.device import describe
-from halfbyte.errors import check, require
-from halfbyte.evals.quality import Setting, cache_for
-from halfbyte.evals.text import Tokenizer, load_tokenizer
-from halfbyte.formats import plain_format
+from halfbyte.errors import check
+from halfbyte.hf.text import Tokenizer, load_tokenizer
 from halfbyte.memory import packed_layers
 from halfbyte.paths import resolve_model
-from halfbyte.settings import check_half
+from halfbyte_lab.evals.quality import Setting, cache_for
 
 
 def load(name: str, device: torch.device | str | None = None, dtype: str = "bf16") -> tuple[Any, Tokenizer]:
@@ -23,20 +22,11 @@ def load(name: str, device: torch.device | str | None = None, dtype: str = "bf16
     device: where the model goes; None: the GPU if there is one. dtype: the 16-bit type of weights that are not quantized, and of
     16-bit caches; one of `settings.HALVES`.
     """
-    require("transformers", "halfbyte.hf")
-    from transformers.utils import logging
-
     from halfbyte import hf
 
-    logging.disable_progress_bar()  # the caller shows its own progress
-    plain, where = plain_format(check_half(dtype)), describe(device).torch
-    path = resolve_model(name)
-    model = hf.load(path, dtype=plain.code.dtype)
-    # transformers refuses .float() on quantized models; QuantLinear keeps its codes and scales when it is cast
-    model = model.to(where) if where.type == "cuda" else torch.nn.Module.float(model)
-    return hf.quantize(model.eval(), keys=dtype, values=dtype), load_tokenizer(
-        path, model.config.get_text_config(decoder=True).vocab_size
-    )
+    model = load_model(name, device, dtype)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return hf.quantize(model, keys=dtype, values=dtype), load_tokenizer(resolve_model(name), vocabulary)
 
 
 def write(

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.evals.choices import caches, is_safe
-from halfbyte.evals.quality import Quality
 from halfbyte.settings import KEYS, VALUES
+from halfbyte_lab.evals.choices import caches, is_safe
+from halfbyte_lab.evals.quality import Quality
 
 if TYPE_CHECKING:
     pass

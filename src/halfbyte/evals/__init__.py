@@ -1,1 +1,0 @@
-"""Quality: perplexity, KL divergence and agreement of a quantized model with its 16-bit run."""
