@@ -59,12 +59,9 @@ $(ENGINE)/.ready: pyproject.toml constraints.txt
 	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# HALFBYTE_ENGINES=all adds the rest: more formats and checkpoints, two ranks of each. Speculation imports numba, after which vLLM 0.32
-# cannot register a Triton kernel in the same process.
-ENGINE_PYTEST := OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine
+# HALFBYTE_ENGINES=all adds the rest: more formats and checkpoints, two ranks of each.
 engine-test: $(ENGINE)/.ready  ## the vLLM plugin in real engines, on vLLM's CPU platform
-	$(ENGINE_PYTEST) -n 2 --dist worksteal -k "not speculation"
-	$(ENGINE_PYTEST) -k speculation
+	OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine -n 2 --dist worksteal
 
 # The libraries whose files are read, as oracles; an environment of its own, because the tests of halfbyte do without them. GPTQModel
 # asks for a newer torch than the pinned one, so it is installed alone, after what it imports.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -20,6 +21,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))  # tiny_models
 import pytest
 from engines import save
 from tiny_models import base
+from vllm.triton_utils import dispatcher
+
+_rebind_kernels = dispatcher._rebind_kernels
+
+
+def _without_numba(overrides: Any) -> None:
+    """vLLM 0.32 looks for its kernels in all modules, and fails at objects of numba, which speculation by n-grams imports."""
+    modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in ("numba", "llvmlite")}
+    try:
+        _rebind_kernels(overrides)
+    finally:
+        sys.modules.update(modules)
+
+
+dispatcher._rebind_kernels = _without_numba
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Speculation comes last: it imports numba, after which vLLM 0.32 cannot register a Triton kernel in the same process."""
-    items.sort(key=lambda item: "speculation" in item.name)
     if os.environ.get("HALFBYTE_ENGINES") != "all":
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)

@@ -111,7 +111,8 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        """True: `Options.current` refuses those that move parts of pages."""
+        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -16,6 +16,8 @@ from halfbyte.vllm.names import PLAN, backend_name, backend_names
 
 #: Formats of keys and values; None in the backend of cache plans.
 Pair = tuple[str, str] | None
+#: Connectors that move whole pages.
+CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
 
 
 class Options(NamedTuple):
@@ -43,6 +45,7 @@ class Options(NamedTuple):
         check(not unknown, f"additional_config has halfbyte options {unknown}; known are {names}")
         options = cls(**entries)
         _check_skipped(config)
+        _check_connector(config.kv_transfer_config)
         check(options.prefill in ("cache", "exact"), f"halfbyte option prefill={options.prefill!r}; choose cache or exact")
         check(isinstance(options.rotate_keys, bool), f"halfbyte option rotate_keys={options.rotate_keys!r}; choose true or false")
         check(
@@ -71,6 +74,18 @@ def _check_skipped(config: Any) -> None:
     layers = sum({id(m): m.hf_text_config.num_hidden_layers for m in models if m is not None}.values())
     beyond = [name for name in config.cache_config.kv_cache_dtype_skip_layers if name.isdigit() and int(name) >= layers]
     check(not beyond, f"kv_cache_dtype_skip_layers names layers {', '.join(beyond)}; the model has layers 0 to {layers - 1}")
+
+
+def _check_connector(transfer: Any) -> None:
+    """Raise for a connector that may move single tokens or heads of a page: their scales lie elsewhere in it."""
+    name = None if transfer is None else transfer.kv_connector
+    connectors = transfer.kv_connector_extra_config.get("connectors", []) if name == "MultiConnector" else [{"kv_connector": name}]
+    unknown = [one["kv_connector"] for one in connectors if one["kv_connector"] not in (None, *CONNECTORS)]
+    if unknown:
+        raise Unsupported(
+            f"KV connector {unknown[0]} may move parts of a page, which halfbyte's pages do not have; "
+            f"connectors that move whole pages: {', '.join(CONNECTORS)}"
+        )
 
 
 def _fitting(plan: CachePlan | str, model_config: Any) -> CachePlan:
