@@ -238,7 +238,8 @@ def test_explain_says_whether_keys_are_rotated(keys: str, dim: int, said: str, c
 
 @pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("16k", 1 << 14), ("128K", 1 << 17), (" 2 m ", 2 << 20)])
 def test_a_number_of_tokens_may_have_its_unit(text: str, tokens: int) -> None:
-    from halfbyte.cli.shared import token_count, token_counts
+    from halfbyte.cli.shared import token_count
+    from halfbyte_lab.options import token_counts
 
     assert token_count(text) == tokens
     assert token_counts(f"1,{text}") == [1, tokens]

@@ -128,23 +128,17 @@ def _impl() -> str:
 
 
 def _ops() -> dict[str, str]:
-    """One line for each op: the level that runs it here, why, and how far a small call is from the reference."""
-    ops = {}
-    for op in (*RUNS, *_planned()):
-        if op not in ops:
-            ops[op] = guarded(lambda op=op: _explain(op))  # type: ignore[misc]
-    return ops
-
-
-def _planned() -> tuple[str, ...]:
+    """One line for each op: the level that runs it here, why, and how a small call on the CPU did."""
     try:
         from halfbyte.plans import LEVELS
-    except Exception:  # torch is missing or broken, which the versions show
-        return ()
-    return tuple(LEVELS)
+    except Exception as error:  # torch is missing or broken, which the versions show
+        return {"append": f"{FAILED}{error}"}
+    return {op: guarded(lambda op=op: _explain(op)) for op in LEVELS}  # type: ignore[misc]
 
 
 def _explain(op: str) -> str:
+    import torch
+
     from halfbyte.device import gpu_count
     from halfbyte.plans import LEVELS, plan
     from halfbyte.settings import default_impl
@@ -154,53 +148,13 @@ def _explain(op: str) -> str:
         impl = "auto"
     kinds = ("cpu", "cuda") if gpu_count() else ("cpu",)
     text = "; ".join(f"on {kind}: {(p := plan(op, impl, kind)).level} ({p.why})" for kind in kinds)
-    run = RUNS.get(op)
-    return f"{text}; {run()}" if run else text
-
-
-def _run_decode_attention() -> str:
-    import torch
-
-    import halfbyte
-
-    q, cache = torch.ones(1, 4, 1, 32, dtype=torch.bfloat16), _small_cache()
-    return _compare(lambda impl: halfbyte.decode_attention(q, cache, impl=impl), 0.02)
-
-
-def _run_linear() -> str:
-    import torch
-
-    import halfbyte
-
-    x = torch.linspace(-1, 1, 128).reshape(2, 64)
-    weight = halfbyte.quantize(torch.linspace(-1, 1, 32 * 64).reshape(32, 64), "nf4")
-    return _compare(lambda impl: halfbyte.linear(x, weight, impl=impl), 0.1)
-
-
-def _compare(run: Callable[[str], Any], allowed: float) -> str:
-    """How far the default implementation of a call is from the reference; raises beyond `allowed`."""
-    difference = float((run("auto").float() - run("reference").float()).abs().max())
-    if not difference <= allowed:
-        raise ArithmeticError(f"the result differs from the reference by {difference:.2g}, more than {allowed}")
-    return f"a small call agrees with the reference to {difference:.1g}"
-
-
-def _small_cache() -> Any:
-    import torch
-
-    import halfbyte
-
-    k = torch.linspace(-1, 1, 2 * 8 * 32).reshape(1, 2, 8, 32).bfloat16()
-    cache = halfbyte.KVCache(1, 2, 32, 64, keys="int8", values="int4_g32")
-    cache.append(k, k.flip(-1))
-    return cache
-
-
-RUNS: dict[str, Callable[[], str]] = {
-    "append": lambda: f"a small call works, {int(_small_cache().lengths[0])} tokens stored",
-    "decode_attention": _run_decode_attention,
-    "linear": _run_linear,
-}
+    for own, name, run in _calls(torch.device("cpu")):
+        if own == op:
+            one = _checked(name, "auto", run)
+            if one.failed:
+                raise ArithmeticError(str(one))
+            return f"{text}; {one}"
+    return text
 
 
 # ------------------------------------------------------------------------------- each kernel, over a small call of each format

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halfbyte import terminal
 from halfbyte.cli.formats import HEADERS as FORMAT_HEADERS
 from halfbyte.cli.formats import format_rows
 from halfbyte.terminal import show_table
+from halfbyte_lab import progress
 from halfbyte_lab.evals import present
 from halfbyte_lab.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting
 from halfbyte_lab.measure.records import read_all
@@ -116,9 +116,9 @@ def test_markup_in_names_is_text() -> None:
 
 def test_progress_in_a_pipe_is_a_line_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 1000, 4))
-    monkeypatch.setattr(terminal, "monotonic", lambda: next(now))
+    monkeypatch.setattr(progress, "monotonic", lambda: next(now))
     console = Console(file=io.StringIO(), width=80)
-    with terminal.progress(console) as bar:
+    with progress.progress(console) as bar:
         task = bar.add_task("evaluating ", total=12)
         for _ in range(12):
             bar.advance(task)
@@ -128,4 +128,4 @@ def test_progress_in_a_pipe_is_a_line_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
 def test_progress_in_a_terminal_is_a_bar() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    assert type(terminal.progress(console)) is not type(terminal.progress(Console(file=io.StringIO())))
+    assert type(progress.progress(console)) is not type(progress.progress(Console(file=io.StringIO())))

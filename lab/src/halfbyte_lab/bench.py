@@ -12,10 +12,10 @@ import typer
 
 from halfbyte.cli import run_app
 from halfbyte.cli.options import Output
-from halfbyte.cli.shared import App, Json, Where, integers, pairs, print_table, token_counts, words
+from halfbyte.cli.shared import App, Json, Where, integers, print_table, words
 from halfbyte.errors import InvalidArgument
 from halfbyte_lab.bench_model import bench_model
-from halfbyte_lab.options import Formats, Impls, RunOptions, measures
+from halfbyte_lab.options import Formats, Impls, RunOptions, measures, pairs, token_counts
 from halfbyte_lab.tune.command import tune
 
 app = App(

@@ -10,7 +10,8 @@ import typer
 
 from halfbyte import settings
 from halfbyte.cli.options import Dtype, Keys, Output, Values
-from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, check_appendable, console, print_table, token_count
+from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, console, print_table, token_count
+from halfbyte_lab.options import check_appendable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,19 +9,9 @@ import typer
 
 from halfbyte import settings
 from halfbyte.cli.options import Calibration, Dtype
-from halfbyte.cli.shared import (
-    Html,
-    Model,
-    RecentTokens,
-    SinkTokens,
-    Where,
-    check_page,
-    check_writable,
-    console,
-    print_table,
-    words,
-)
+from halfbyte.cli.shared import Model, RecentTokens, SinkTokens, Where, console, print_table, words
 from halfbyte.errors import InvalidArgument, check
+from halfbyte_lab.options import Html, check_page, check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -98,9 +88,9 @@ def calibrate(
 def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int], where: tuple[str | None, str]) -> None:
     """Calibrate keys and write them. where: the device, and the 16-bit type."""
     from halfbyte.hf.text import read_text
-    from halfbyte.terminal import progress
     from halfbyte_lab.evals.calibrate_keys import calibrate_keys
     from halfbyte_lab.evals.model import load
+    from halfbyte_lab.progress import progress
 
     content, (count, length, chunk) = read_text(text), cut
     lm, tokenizer = load(model, *where)
@@ -153,10 +143,10 @@ def _calibrated(
 ) -> list[Calibrated]:
     """Load, measure what is not known yet, choose. where: the device, and the 16-bit type; keys: the file of calibrated ones."""
     from halfbyte.hf.text import read_text
-    from halfbyte.terminal import progress
     from halfbyte_lab.evals import calibrate as steps
     from halfbyte_lab.evals.assignment import candidates
     from halfbyte_lab.evals.model import load
+    from halfbyte_lab.progress import progress
 
     content = read_text(text)
     lm, tokenizer = load(model, *where)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli.options import Output
-from halfbyte.cli.shared import App, Model, Where, Wide, check_new_folder, check_page, check_writable, console, print_table
+from halfbyte.cli.shared import App, Model, Where, Wide, check_new_folder, console, print_table
 from halfbyte_lab import bench
 from halfbyte_lab.advise import advise
 from halfbyte_lab.calibrate import calibrate
 from halfbyte_lab.evaluate import evaluate
+from halfbyte_lab.options import check_page, check_writable
 
 if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer

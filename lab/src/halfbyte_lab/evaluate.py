@@ -12,9 +12,9 @@ import typer
 from halfbyte import settings
 from halfbyte.cli.models import Clip, Weights, cache_options
 from halfbyte.cli.options import CacheFormats, Dtype, with_options
-from halfbyte.cli.shared import LmHead, Model, Where, check_page, check_writable, console, print_table, token_count
+from halfbyte.cli.shared import LmHead, Model, Where, console, print_table, token_count
 from halfbyte.errors import check
-from halfbyte_lab.options import EvalOptions
+from halfbyte_lab.options import EvalOptions, check_page, check_writable
 
 if TYPE_CHECKING:
     from halfbyte_lab.evals.quality import Setting

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli.options import Output, with_options
-from halfbyte.cli.shared import Html, Json, Where, Wide
+from halfbyte.cli.shared import Json, Where, Wide, short, token_count, whole_number, words
+from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from halfbyte_lab.measure.session import Session
 
+Html = Annotated[Path | None, typer.Option("--html", "--report", help="Also write the results as one HTML page.")]
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
 Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
 
@@ -60,3 +64,57 @@ class RunOptions:
 
 #: A command that measures: `command(options: RunOptions, ...)`.
 measures = with_options(RunOptions)
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Refuse a file that could not be written before the work is done, not after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise InvalidArgument(f"--{option} {str(path)!r} must be a file in a folder that exists")
+    check_appendable(path, option)
+
+
+def check_appendable(path: Path | None, option: str) -> None:
+    """The same for a file whose folder is made if it is missing: it is opened, and what that made is removed."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InvalidArgument(f"--{option} {str(path)!r} is a folder; give a file to append to")
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
+    finally:
+        for entry in missing:  # the file first, then the folders, the innermost first
+            with contextlib.suppress(OSError):
+                entry.unlink() if entry.is_file() else entry.rmdir()
+
+
+def check_page(path: Path | None, option: str) -> None:
+    """The same for an HTML page, which is written next to its place and then moved there, and whose charts must be possible too."""
+    from halfbyte_lab.measure import charts
+
+    check_writable(path, option)
+    if path is None:
+        return
+    if path.exists() and not path.is_file():  # a page that took the place of /dev/null would break the machine
+        raise InvalidArgument(f"--{option} {str(path)!r} is no ordinary file; give a file for the page")
+    try:
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()
+    except OSError as error:
+        raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
+    charts.check_installed()
+
+
+def token_counts(text: str) -> list[int]:
+    """The same between commas."""
+    return [token_count(word) for word in words(text)]
+
+
+def pairs(text: str, separator: str, option: str) -> list[tuple[int, int]]:
+    """Pairs of whole numbers, such as 32/8,8/1, between commas."""
+    try:
+        return [(whole_number(a), whole_number(b)) for a, b in (word.split(separator) for word in words(text))]
+    except ValueError:
+        raise InvalidArgument(f"--{option} {short(text)}; give pairs of whole numbers below 2^31, such as 32{separator}8") from None

@@ -19,7 +19,7 @@ from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem
-from halfbyte.terminal import progress
+from halfbyte_lab.progress import progress
 
 if TYPE_CHECKING:
     from halfbyte.kernels.compiling import Configuration

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from halfbyte.cli.shared import check_appendable, check_new_folder, check_page
+from halfbyte.cli.shared import check_new_folder
 from halfbyte.errors import InvalidArgument, check
 from halfbyte_lab import studies
 from halfbyte_lab.baselines import run as run_baselines
@@ -36,7 +36,7 @@ from halfbyte_lab.measure.report_sections import Section, plain, plain_table
 from halfbyte_lab.measure.session import Session
 from halfbyte_lab.measure.suite import Suite
 from halfbyte_lab.measure.timing import MANY_GRAPHS
-from halfbyte_lab.options import RunOptions
+from halfbyte_lab.options import RunOptions, check_appendable, check_page
 from halfbyte_lab.studies import fused_qkv
 
 #: What records of baselines are marked with, as those of a study are.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from halfbyte.errors import InvalidArgument, check, laboratory
+from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,6 @@ Source = Annotated[
     typer.Option("--from", help="A quantized model (GPTQ, AWQ, ...): converted, code for code.", callback=_answered_at_once),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
-Html = Annotated[Path | None, typer.Option("--html", "--report", help="Also write the results as one HTML page.")]
 Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
 LmHead = Annotated[str, typer.Option(help="Format of the output layer's weights; bf16 leaves them unquantized.")]
 SinkTokens = Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")]
@@ -128,31 +127,6 @@ def print_table(
     show_table(console(), title, headers, rows, text_columns, wide)
 
 
-def check_writable(path: Path | None, option: str) -> None:
-    """Refuse a file that could not be written before the work is done, not after it."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise InvalidArgument(f"--{option} {str(path)!r} must be a file in a folder that exists")
-    check_appendable(path, option)
-
-
-def check_appendable(path: Path | None, option: str) -> None:
-    """The same for a file whose folder is made if it is missing: it is opened, and what that made is removed."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise InvalidArgument(f"--{option} {str(path)!r} is a folder; give a file to append to")
-    missing = [p for p in (path, *path.parents) if not p.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
-    finally:
-        for entry in missing:  # the file first, then the folders, the innermost first
-            with contextlib.suppress(OSError):
-                entry.unlink() if entry.is_file() else entry.rmdir()
-
-
 def check_new_folder(path: Path) -> None:
     """Refuse a folder that exists or could not be made, before what is to be in it is made."""
     if path.exists() or path.is_symlink():
@@ -165,20 +139,6 @@ def check_new_folder(path: Path) -> None:
         raise InvalidArgument(f"output={str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def check_page(path: Path | None, option: str) -> None:
-    """The same for an HTML page, which is written next to its place and then moved there, and whose charts must be possible too."""
-    check_writable(path, option)
-    if path is None:
-        return
-    if path.exists() and not path.is_file():  # a page that took the place of /dev/null would break the machine
-        raise InvalidArgument(f"--{option} {str(path)!r} is no ordinary file; give a file for the page")
-    try:
-        tempfile.TemporaryFile(dir=path.absolute().parent).close()
-    except OSError as error:
-        raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
-    laboratory("measure.charts", f"--{option}").check_installed()
-
-
 def words(text: str) -> list[str]:
     """The parts of a list between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
@@ -187,32 +147,17 @@ def words(text: str) -> list[str]:
 def integers(text: str, option: str) -> list[int]:
     """Whole numbers between commas."""
     try:
-        return [_number(word) for word in words(text)]
+        return [whole_number(word) for word in words(text)]
     except ValueError:
-        raise InvalidArgument(f"--{option} {_short(text)}; give whole numbers below 2^31, separated by commas") from None
+        raise InvalidArgument(f"--{option} {short(text)}; give whole numbers below 2^31, separated by commas") from None
 
 
 def token_count(text: str | int) -> int:
     """Tokens of "8192", "16k", "128K" or "1M"; k is 1,024 and M 1,024 k, as in the names of context lengths."""
     match = re.fullmatch(r"\s*(-?\d{1,12})\s*([kKmM]?)\s*", str(text))
     if match is None:
-        raise typer.BadParameter(f"{_short(str(text))} is no number of tokens, such as 8192, 16k, 128K or 1M.")
+        raise typer.BadParameter(f"{short(str(text))} is no number of tokens, such as 8192, 16k, 128K or 1M.")
     return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
-
-
-def token_counts(text: str) -> list[int]:
-    """The same between commas."""
-    return [token_count(word) for word in words(text)]
-
-
-def pairs(text: str, separator: str, option: str) -> list[tuple[int, int]]:
-    """Pairs of whole numbers, such as 32/8,8/1, between commas."""
-    try:
-        return [(_number(a), _number(b)) for a, b in (word.split(separator) for word in words(text))]
-    except ValueError:
-        raise InvalidArgument(
-            f"--{option} {_short(text)}; give pairs of whole numbers below 2^31, such as 32{separator}8"
-        ) from None
 
 
 def parse_layers(text: str, layers: int) -> tuple[int, ...]:
@@ -226,14 +171,15 @@ def parse_layers(text: str, layers: int) -> tuple[int, ...]:
     return tuple(sorted({i % layers for i in indices}))
 
 
-def _number(word: str) -> int:
+def whole_number(word: str) -> int:
     """A whole number that a size can be; what it may be in its place is checked there. Raises ValueError."""
     if not -(2**31) <= (value := int(word)) < 2**31:
         raise ValueError(word)
     return value
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A text as a message shows it, its first 77 characters where it is long."""
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 
 

@@ -16,7 +16,6 @@ require("transformers", "halfbyte.hf")
 from halfbyte.hf.attention import NAME, register
 from halfbyte.hf.attention_weights import KeyBiasWarning, key_biases
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.chat import Chat
 from halfbyte.hf.checkpoint import load, save
 from halfbyte.hf.default_cache import Generate
 from halfbyte.hf.every_forward import packed_forwards
@@ -27,6 +26,7 @@ from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer  # its import registers it
 from halfbyte.hf.recorded_step import release
 from halfbyte.hf.rehearsal import warm_up
+from halfbyte.hf.text import Chat
 
 __all__ = [
     "quantize",

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache
 
 from halfbyte.arguments import integer
+from halfbyte.cache import KVCache
 from halfbyte.cache_options import token_bytes
 from halfbyte.calibrated_keys import Calibration, digest_of_norms, read_calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
@@ -20,8 +21,7 @@ from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
 from halfbyte.hf.chunked_attention import layer_chunk, layer_reach
-from halfbyte.hf.latent_layer import LatentLayer
-from halfbyte.hf.latents import check_no_latents, is_latent
+from halfbyte.hf.latents import announce, check_no_latents, heads_of, is_latent
 from halfbyte.hf.model_support import (
     BUCKET,
     all_head_dims,
@@ -40,7 +40,7 @@ from halfbyte.hf.model_support import (
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
-from halfbyte.tensors import KeyTransform
+from halfbyte.tensors import KeyTransform, LatentHeads
 
 #: Held while a cache is marked as used.
 _USE = threading.Lock()
@@ -351,3 +351,36 @@ def check_attention(model_or_config: Any) -> None:
 
 def _token_bytes(keys: Format, values: Format, heads: int, key_dim: int, value_dim: int) -> float:
     return token_bytes(keys, heads, key_dim) + token_bytes(values, heads, value_dim)
+
+
+class LatentLayer(PackedLayer):
+    """The latents of one layer, as values of its cache, and the rotary keys, as keys; both of one KV head."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append latents [B, 1, L, R] and rotary keys [B, 1, L, rotary dims], as transformers passes them, and return them."""
+        if torch.compiler.is_compiling():
+            raise Unsupported(
+                "a packed cache of latents (MLA) in compiled code; generate() records its steps without torch.compile"
+            )
+        if key_states.shape[1] != 1 or value_states.shape[1] != 1:
+            raise Unsupported(
+                f"this model caches {key_states.shape[1]} heads where its configuration says latents (kv_lora_rank); use "
+                f"transformers' own cache (keys=None, values=None)"
+            )
+        super().update(value_states, key_states)
+        return announce(self, key_states), value_states
+
+    def learn(self, module: Any, like: torch.Tensor) -> None:
+        """Read the heads' matrices off a module, at the beginning of every text: its weights may have changed since the last.
+
+        They stay where they are, as recorded steps have their addresses. like: a tensor of their dtype and device.
+        """
+        if self.latent_heads is not None and not self.begins:
+            return
+        kv = cast(KVCache, self.kv)
+        heads = heads_of(module, kv.value_dim, kv.head_dim, like, self.rotate_values)
+        if self.latent_heads is None or [t.shape for t in self.latent_heads] != [t.shape for t in heads]:
+            self.latent_heads = LatentHeads(*heads)
+        else:
+            for old, new in zip(self.latent_heads, heads, strict=True):
+                old.copy_(new)

@@ -84,7 +84,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.chunk: Chunk | None = None
         #: While a model's structure is read (`block_structure.py`), or keys are calibrated: a list of what attention is given.
         self.calls: Any = None
-        #: How heads expand what the cache holds, where that is latents (`latent_layer.py`).
+        #: How heads expand what the cache holds, where that is latents (`cache.py`).
         self.latent_heads: LatentHeads | None = None
         #: Whether attention checks that a row is one text; one layer of a cache does.
         self.checks_positions = False

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from halfbyte.hf.text import Tokenizer, heldout_text, windows
 from halfbyte.paths import SHIPPED
-from halfbyte.terminal import progress
 from halfbyte_lab.evals.card import shipped_cards
 from halfbyte_lab.evals.choices import limit
 from halfbyte_lab.evals.model import load, write
@@ -25,6 +24,7 @@ from halfbyte_lab.evals.pages import BY_MODEL, SAFE_WORDS, add_results, by_model
 from halfbyte_lab.evals.present import verdict
 from halfbyte_lab.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, run_evaluation
 from halfbyte_lab.evals.suite import QUALITY, quality_rows
+from halfbyte_lab.progress import progress
 from halfbyte_lab.report import Report
 
 #: Length and number of windows. Many short ones: a step costs its calls of operators, which a batch of windows shares. Not much

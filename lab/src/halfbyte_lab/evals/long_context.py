@@ -26,8 +26,8 @@ from rich.console import Console
 
 from halfbyte.errors import check
 from halfbyte.hf.text import Tokenizer, windows
-from halfbyte.terminal import progress
 from halfbyte_lab.evals.quality import Setting, cache_for, check_exact, with_weights
+from halfbyte_lab.progress import progress
 
 #: Keys that are looked for, and their characters; texts that are continued; the prompt's share of the context.
 KEYS, CHARACTERS, TEXTS, PROMPT = 8, 16, 4, 1 / 20

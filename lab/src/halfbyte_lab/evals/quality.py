@@ -26,9 +26,9 @@ from halfbyte.hf.weights import weight_bytes
 from halfbyte.nn import QuantLinear
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
-from halfbyte.terminal import progress_later
 from halfbyte_lab.evals.choices import caches
 from halfbyte_lab.evals.own_attention import own_attention
+from halfbyte_lab.progress import progress_later
 
 
 @dataclass(frozen=True)

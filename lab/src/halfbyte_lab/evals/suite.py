@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfbyte.cli.shared import check_writable, console, print_table, words
+from halfbyte.cli.shared import console, print_table, words
 from halfbyte.device import describe
 from halfbyte.errors import check, require
 from halfbyte.formats import key_format, plain_format
@@ -31,7 +31,7 @@ from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.own_attention import agreement
 from halfbyte_lab.evals.quality import Quality, Setting, run_evaluation, with_weights
 from halfbyte_lab.measure.environment import environment
-from halfbyte_lab.options import EvalOptions
+from halfbyte_lab.options import EvalOptions, check_writable
 
 #: Windows and tokens of the long contexts where no option says otherwise.
 DEFAULT_WINDOWS, DEFAULT_LONG = 8, 1024

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from halfbyte.device import Device, describe
 from halfbyte.errors import InvalidArgument
-from halfbyte.terminal import progress, show_table
+from halfbyte.terminal import show_table
 from halfbyte_lab.measure import cupti, records
 from halfbyte_lab.measure.checks import Accuracy
 from halfbyte_lab.measure.environment import environment
@@ -27,6 +27,7 @@ from halfbyte_lab.measure.roofline import Roofline
 from halfbyte_lab.measure.tables import Table, is_noisy
 from halfbyte_lab.measure.timing import GRAPHS, QUICK, Effort, Work, check_threads, fixed_threads, is_cold, rotation_copies
 from halfbyte_lab.measure.trials import Outcome, Trial, one_by_one, reason, run_trials
+from halfbyte_lab.progress import progress
 
 
 class Named(Protocol):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, check_writable, integers, words
+from halfbyte.cli.shared import Json, integers, words
 from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte_lab.options import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
