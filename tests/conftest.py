@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ settings.load_profile("halfbyte")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`slow(sample=n)`: n cases of a test's many, spread evenly, are not slow."""
+    """`slow(sample=n)`: n cases of a test's many, spread evenly, are not slow. HALFBYTE_ORDER shuffles files and their tests."""
     matrices = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("slow")) and "sample" in mark.kwargs:
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i in range(sample):
             case = cases[i * len(cases) // sample]
             case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
+    if order := os.environ.get("HALFBYTE_ORDER"):
+        files = defaultdict(list)
+        for item in items:
+            files[item.path].append(item)
+        rng, shuffled = random.Random(order), list(files.values())
+        for tests in (shuffled, *shuffled):
+            rng.shuffle(tests)
+        items[:] = [item for tests in shuffled for item in tests]
 
 
 @pytest.fixture(autouse=True)

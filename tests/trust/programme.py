@@ -364,6 +364,25 @@ def mutants(seed: int, folder: Path) -> int:
     return len(mine)
 
 
+def orders(seed: int, folder: Path) -> int:
+    """The suites of `make test`, each in one process and in an order of its own."""
+    interpreted, dry = (
+        {name: PLACES[place][name]} for place, name in (("interpreter", "TRITON_INTERPRET"), ("cpu", "HALFBYTE_GPU_TESTS"))
+    )
+    for tests, more in ((["tests"], {}), (["tests/interpreted"], interpreted), (["tests/emulated", "tests/gpu"], dry)):
+        variables = {name: value for name, value in os.environ.items() if name not in PLACES["interpreter"]}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-m", "not slow", *tests],
+            cwd=ROOT,
+            env=variables | more | {"HALFBYTE_ORDER": str(seed + 1)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, "\n".join(done.stdout.splitlines()[-40:])
+    return 1
+
+
 def sanitizers(seed: int, folder: Path) -> int:
     done = subprocess.run(
         ["make", "gpu-sanitize", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -412,6 +431,7 @@ ROWS = {
         Row("soak, GPU", _SOAK, "decode steps", 1_000_000, soak, "gpu", 600, 10),
         Row("soak of graphs and streams, GPU", _SOAK, "decode steps", 1_000_000, soak_of_graphs, "gpu", 600, 100),
         Row("mutants", "A fault seeded in a named function is noticed by the tests", "faults", 150, mutants, seconds=3600),
+        Row("orders", "No test depends on the order of the others", "runs of the fast suite", 50, orders, seconds=3600),
         Row("sanitizers", "memcheck, racecheck, initcheck and synccheck report nothing", "tools", 4, sanitizers, "gpu", 4 * 3600),
     )
 }
