@@ -541,6 +541,9 @@ def test_what_the_host_is_sure_of(paged: bool, monkeypatch: pytest.MonkeyPatch) 
         theirs.append(new, new)
         assert theirs.length_bound is None
         theirs.reset()
+    theirs = KVCache.from_buffers(cache.keys, cache.values, torch.tensor([0, 50], dtype=torch.int32))
+    theirs._check_capacity(5, None)
+    assert theirs._bound == 55  # of the longest, which the next append goes by
     cache.reset()
     cache.append(new, new)
     for other in (copy.deepcopy(cache), cache.select(torch.tensor([0, 1])), pickle.loads(pickle.dumps(cache))):
@@ -596,7 +599,7 @@ def test_select_and_repeat_copy(keys: str) -> None:
     made.append(*tokens(4, 2, 9, dim, 3))
     made.crop(1)
     assert_unchanged(cache, before)  # its own memory
-    assert cache.select(torch.tensor([], dtype=torch.long)).batch == 0
+    assert cache.select(torch.tensor([], dtype=torch.long)).batch == cache.repeat_interleave(0).batch == 0
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -724,6 +727,7 @@ def test_a_crop_into_a_page_that_is_not_there_is_refused(page: int) -> None:
 def test_a_crop_of_lengths_beyond_the_capacity_is_refused(keys: str) -> None:
     native = KVCache(2, 2, 64, 64, keys=keys)
     native.append(*tokens(2, 2, 64, 64))
+    native.crop(64)  # of a full cache
     native.lengths[1] = 1000
     with pytest.raises(InvalidArgument, match="more than the capacity of 64"):
         KVCache.from_buffers(native.keys, native.values, native.lengths).crop(500)

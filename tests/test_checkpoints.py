@@ -30,7 +30,9 @@ def convert(drawn: Drawn, folder: Path, shape: tuple[int, int] | None = None) ->
     adapter = make_adapter(drawn.config)
     assert adapter.layers(infos) == ["a.b"]
     assert set(infos) <= adapter.consumed("a.b")
-    return adapter.convert(StoredLayer("a.b", *(shape or drawn.values.shape), infos))
+    layer = StoredLayer("a.b", *(shape or drawn.values.shape), infos)
+    assert adapter.rows(layer) == layer.out_features
+    return adapter.convert(layer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -285,6 +287,19 @@ def test_scales_of_zero_below_zero_and_of_tiny_rows(kind: str, factor: float, tm
     assert (values[0, :block] == 0).all() == (factor == 0)
 
 
+@pytest.mark.parametrize(
+    ("make", "part", "reach"),
+    [(awq, "scales", 15), (gptq, "scales", 255), (compressed, "weight_scale", 255)],
+)
+def test_a_scale_is_as_large_as_its_codes_allow(make: Any, part: str, reach: int, tmp_path: Path) -> None:
+    drawn, most = make(8, 128, dtype=torch.float32), torch.finfo(torch.float32).max / reach
+    drawn.tensors[part].view(-1)[0] = 0.999 * most
+    assert convert(drawn, tmp_path).dequantize().isfinite().all()
+    drawn.tensors[part].view(-1)[0] = 1.001 * most
+    with pytest.raises(CheckpointError, match=rf"a\.b\.{part} holds scales so large that weights would be infinite"):
+        convert(drawn, tmp_path)
+
+
 def test_nested_scales_of_zero_blocks(tmp_path: Path) -> None:
     """bitsandbytes rounds the scale of an empty block to a little on either side of 0, and of other tables to exactly 0."""
     for options in ({}, {"block": 128, "second": 512}):
@@ -352,6 +367,12 @@ def test_settings_of_single_layers(config: dict[str, Any], own: dict[str, Any], 
         assert made.format.name == name
         expected = weight_from_tensors({**base, **own, **method}, tensors, 8, 128)
         assert torch.equal(made.dequantize(), expected.dequantize())
+
+
+def test_groups_of_awq_are_those_of_its_scales_where_layers_have_their_own() -> None:
+    drawn = awq(8, 256, group=64)
+    config = drawn.config | {"group_size": 128, "dynamic": {"+:another": {"group_size": 32}}}
+    np.testing.assert_array_equal(weight_from_tensors(config, drawn.tensors, 8, 256).dequantize().numpy(), drawn.values)
 
 
 def test_groups_of_single_layers_of_compressed_tensors() -> None:

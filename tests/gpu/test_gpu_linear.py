@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import gpu_gemms as gemms
 import pytest
 import torch
 from gpu_cases import differs, junk, poisoned, same_bits
+from gpu_gemms import FORMATS, LAYOUTS, Call, Case
 from gpu_place import PLACE, TALLY
 from test_gpu_graphs import Captured, needs_gpu
 
@@ -26,95 +28,10 @@ from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab.measure.cupti import names_of
 
-FORMATS = list(hb.WEIGHT_FORMATS)
-ROWS = (1, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129, 300, 1000)
-LAYOUTS = ("rows", "columns", "slice", "expanded", "apart")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One product of x [rows, width] with one weight, or three; `layout` is how x lies in memory."""
-
-    formats: tuple[str, ...]
-    features: tuple[int, ...]
-    rows: int
-    width: int
-    dtype: str = "bfloat16"
-    layout: str = "rows"
-    bias: bool = False
-    act_order: bool = False
-    seed: int = 0
-
-
-def drawn(count: int, seed: int) -> list[Case]:
-    """Every format comes first alone, then with others."""
-    rng, cases = random.Random(seed), []
-    for i in range(count):
-        shards = 3 if i >= len(FORMATS) and rng.random() < 0.3 else 1
-        formats = (FORMATS[i % len(FORMATS)], *rng.choices(FORMATS, k=shards - 1))
-        if rng.random() < 0.5:
-            formats = formats[:1] * shards
-        widest = max(hb.WEIGHT_FORMATS[name].group_size(2) for name in formats)
-        width = widest * rng.randint(1, max(1, PLACE.size(6000, 300) // widest))
-        features = tuple(rng.choice((1, 8, 63, 64, 128, 131, PLACE.size(1000, 100), PLACE.size(4096, 64))) for _ in formats)
-        rows = min(rng.choice(ROWS), PLACE.size(1000, 20))
-        dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
-        cases.append(Case(formats, features, rows, width, dtype, rng.choice(LAYOUTS), rng.random() < 0.4, rng.random() < 0.2, i))
-    return cases
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator(PLACE.device).manual_seed(seed), device=PLACE.device)
-
-
-def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """x [M, K] with other strides; what lies between its numbers is NaN."""
-    rows, width = x.shape
-    if layout == "columns":
-        return x.mT.contiguous().mT
-    if layout == "expanded":
-        return x[:1].expand(rows, width)
-    if layout == "rows":
-        return x
-    if layout == "apart":  # the last token of sequences, say
-        whole = x.new_full((rows, 3, width), torch.nan)
-        whole[:, 2] = x
-        return whole[:, 2]
-    whole = x.new_full((rows + 2, 2 * width + 6), torch.nan)
-    part = whole[1:-1, 3 : 3 + 2 * width : 2]
-    part.copy_(x)
-    return part
-
-
-@dataclass
-class Call:
-    """The tensors of a case."""
-
-    x: torch.Tensor
-    weights: Sequence[QuantTensor]
-    biases: Sequence[torch.Tensor | None]
-
-    def run(self, impl: str, **options: Any) -> tuple[torch.Tensor, ...]:
-        if len(self.weights) == 1:
-            return (hb.linear(self.x, self.weights[0], self.biases[0], impl=impl, **options),)
-        return hb.qkv_projection(self.x, tuple(self.weights), tuple(self.biases), impl=impl, **options)  # type: ignore[arg-type]
-
-    def check(self, outs: tuple[torch.Tensor, ...]) -> None:
-        for out, w, bias in zip(outs, self.weights, self.biases, strict=True):
-            check_product(out, self.x, w, bias)
-
-
-def build(case: Case) -> Call:
-    x = laid_out(normal(case.rows, case.width, seed=case.seed).to(getattr(torch, case.dtype)), case.layout)
-    weights = []
-    for i, (name, n) in enumerate(zip(case.formats, case.features, strict=True)):
-        made = hb.quantize(normal(n, case.width, seed=case.seed + i) * 0.1, name)
-        if case.act_order:
-            made = replace(made, perm=torch.randperm(case.width, device=PLACE.device).int())
-        weights.append(made)
-    return Call(x, weights, [normal(n) if case.bias else None for n in case.features])
-
-
+drawn = partial(
+    gemms.drawn, width=PLACE.size(6000, 300), rows=PLACE.size(1000, 20), features=(PLACE.size(1000, 100), PLACE.size(4096, 64))
+)
+build, normal = partial(gemms.build, device=PLACE.device), partial(gemms.normal, device=PLACE.device)
 CASES = drawn(PLACE.size(300, 24), seed=1)
 
 
