@@ -5,18 +5,23 @@ The truth is computed pair by pair, by a loop that shares no code with the level
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from accuracy import linear_accuracy
+from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
 OAI = Activation("silu", 1.702, 1.5, 1.0)
 ACTIVATIONS = (None, Activation("silu"), Activation("gelu"), Activation("gelu_tanh"), OAI)
+#: 18 pairs of expert 0, 16 of expert 1, one of expert 3 and none of expert 2; three ids are no expert, and one token has one twice.
+IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,3 +87,30 @@ class Mixture(ExpertsCall):
         what = f"{self.weight.format} {list(self.weight.shape)} {list(self.ids.shape)} {self.activation}"
         linear_accuracy(out, self.expected(self.x.dtype), truth).require(what)
         return out
+
+
+def _calls() -> dict[str, Callable[[], Mixture]]:
+    """Mixtures that every level is held to that runs without a GPU: formats, epilogues, routings, orders and layouts."""
+    calls: dict[str, Callable[[], Mixture]] = {}
+    for i, name in enumerate(WEIGHT_FORMATS):
+        dtype = (torch.float16, torch.bfloat16)[i % 2]
+        weight = partial(stack, name, 3, 34, 256)
+        calls[name] = lambda w=weight, d=dtype: Mixture(normal(3, 256).to(d), w(), routed(3, 2, 3), None, normal(3, 34), OAI)
+        calls[f"{name}, act-order, x by pair"] = lambda w=weight, d=dtype: Mixture(
+            normal(3, 2, 256).to(d), w(act_order=True), routed(3, 2, 3), torch.rand(3, 2)
+        )
+    for what, activation in zip(("none", "silu", "gelu", "gelu_tanh", "oai"), ACTIVATIONS, strict=True):
+        for gated, biased in itertools.product((False, True), repeat=2):
+            x = (lambda: normal(len(IDS), 192)[:, ::2]) if gated else (lambda: normal(len(IDS) + 1, 2, 96)[1:])
+            calls[f"{what}{', gates' * gated}{', bias' * biased}"] = lambda a=activation, g=gated, b=biased, x=x: Mixture(
+                *(x().half(), stack("int4_g32", 4, 36, 96), IDS),
+                *(normal(len(IDS), 2).softmax(1) if g else None, normal(4, 36) if b else None, a),
+            )
+    for tokens, top_k, experts in ((70, 2, 4), (1, 16, 512), (64, 4, 3), (300, 1, 2), (40, 1, 1), (2, 3, 1), (9, 5, 12)):
+        calls[f"{tokens} tokens, {top_k} of {experts}"] = lambda t=tokens, k=top_k, e=experts: Mixture(
+            normal(64, t).bfloat16().mT, stack("mxfp4", e, 12, 64), routed(t, k, e), torch.rand(k, t).mT
+        )
+    return calls
+
+
+CALLS = _calls()

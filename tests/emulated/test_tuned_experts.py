@@ -10,7 +10,7 @@ from emulation import EARLY_OF, ORDERS, Refused, mix, mix_both
 from gpu_cases import same_bits
 from triton.runtime.jit import JITFunction
 
-from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
+from experts_cases import ACTIVATIONS, IDS, OAI, Mixture, normal, routed, stack
 from halfbyte.device import H200
 from halfbyte.ops import _experts_prompt
 from halfbyte.plans.gemm_mma import MOST_TOKENS, block_rows
@@ -18,9 +18,6 @@ from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.reference.experts import Activation, ExpertsCall
-
-#: 18 pairs of expert 0, 16 of expert 1, one of expert 3 and none of expert 2; three ids are no expert, and one token has one twice.
-IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
+from experts_cases import CALLS, IDS, OAI, Mixture, normal, routed, stack
 from halfbyte.device import GPU, H200, sm_shared_memory
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.dequantize import launch_experts
@@ -25,7 +26,7 @@ from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_slabs import dequantized_rows
 from halfbyte.plans.gemm_spec import WgmmaSpec
 from halfbyte.plans.gemm_wgmma import wgmma_plan
-from halfbyte.reference.experts import Activation, ExpertsCall
+from halfbyte.reference.experts import ExpertsCall
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]
 
@@ -63,18 +64,21 @@ def run(case: Mixture, chosen: PortableTiles) -> torch.Tensor:
     return out
 
 
-@pytest.mark.slow(sample=4)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_every_format(name: str, dtype: torch.dtype) -> None:
-    weight, ids = stack(name, 3, 34, 256), routed(3, 2, 3)
-    Mixture(normal(3, 256).to(dtype), weight, ids, None, normal(3, 34), OAI).check(_run_triton)
-    Mixture(normal(3, 2, 256).to(dtype), weight, ids, torch.rand(3, 2)).check(_run_triton)
+def by_blocks(case: Mixture, rows: int = 16) -> torch.Tensor:
+    """Through dequantized experts, `rows` of each at a time."""
+    out = case.new_result().fill_(torch.nan)
+    _experts_prompt.run(case, rows, out)
+    return out
+
+
+@pytest.mark.slow(sample=20)
+@pytest.mark.parametrize("way", [_run_triton, by_blocks], ids=["launched", "by blocks"])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call(name: str, way: Callable[..., torch.Tensor]) -> None:
+    CALLS[name]().check(way)
 
 
 WAYS = [{"by_expert": by, "splits": n} for by in (False, True) for n in (1, 3)] + [{"inline": False}]
-#: 18 pairs of one expert are more than one block; expert 2 has none; three ids are no expert.
-IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
 
 
 @pytest.mark.slow(sample=4)
@@ -108,21 +112,6 @@ def test_an_expert_that_is_hit_is_one_slot(way: dict[str, bool]) -> None:
     assert sorted(work, key=lambda w: (w[0], -w[1])) == [*blocks, (1, 16), (3, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_every_epilogue(activation: Activation | None) -> None:
-    for gates in (None, torch.rand(len(IDS), 2)):
-        for bias in (None, normal(4, 36)):
-            case = Mixture(normal(len(IDS), 96).half(), stack("int4_g32", 4, 36, 96), IDS, gates, bias, activation)
-            case.check(lambda *_, case=case: run(case, tiles(case, by_expert=True)))  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(70, 2, 4), (1, 16, 512), (64, 4, 3), (300, 1, 2)])
-def test_the_plan_keeps_the_promise(tokens: int, top_k: int, experts: int) -> None:
-    ids = routed(tokens, top_k, experts)
-    Mixture(normal(tokens, 64).half(), stack("int4_g32", experts, 12, 64), ids, torch.rand(tokens, top_k)).check(_run_triton)
-
-
 def test_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over experts keep partial results: many tokens are computed a part at a time."""
     case = Mixture(normal(150, 64).half(), stack("mxfp4", 3, 12, 64), routed(150, 2, 3), torch.rand(150, 2))
@@ -143,43 +132,10 @@ def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
-def test_act_order_and_strides() -> None:
-    weight = stack("int4_g32", 4, 12, 128, act_order=True)
-    Mixture(normal(128, 3).half().mT, weight, routed(3, 2, 4), torch.rand(3, 2)).check(_run_triton)
-    Mixture(normal(3, 2, 256).half()[..., ::2], weight, routed(3, 2, 4)).check(_run_triton)
-
-
 def test_no_width_leaves_the_bias() -> None:
     weight, bias = stack("int4_col", 2, 4, 0), normal(2, 4).half()
     out = _run_triton(Mixture(normal(1, 0).half(), weight, torch.tensor([[1]]), bias=bias))
     assert torch.equal(out[0, 0], bias[1])
-
-
-def by_blocks(case: Mixture, rows: int = 48) -> torch.Tensor:
-    """Through dequantized experts, `rows` of each at a time."""
-    out = case.new_result().fill_(torch.nan)
-    _experts_prompt.run(case, rows, out)
-    return out
-
-
-@pytest.mark.slow(sample=4)
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_dequantized_experts_in_every_format(name: str) -> None:
-    """One of its two products with act-order: of every other format the first."""
-    ids, turn = routed(12, 2, 3), list(WEIGHT_FORMATS).index(name) % 2 == 0
-    first, second = (stack(name, 3, 66, 256, act_order=act_order) for act_order in (turn, not turn))
-    Mixture(normal(12, 256).bfloat16(), first, ids, None, normal(3, 66), OAI).check(by_blocks)
-    Mixture(normal(12, 2, 256).bfloat16(), second, ids, normal(12, 2).softmax(1)).check(by_blocks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_every_epilogue_of_dequantized_experts(activation: Activation | None) -> None:
-    """Also with ids that are no expert, an expert without tokens, and slices of x."""
-    for gates in (None, normal(len(IDS), 2).softmax(1)):
-        for bias in (None, normal(4, 132)):
-            for x in (normal(len(IDS), 192)[:, ::2], normal(len(IDS) + 1, 2, 96)[1:]):
-                Mixture(x.bfloat16(), stack("int4_g32", 4, 132, 96), IDS, gates, bias, activation).check(by_blocks)
 
 
 def test_experts_without_tokens_are_not_dequantized() -> None:
