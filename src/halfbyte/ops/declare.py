@@ -145,7 +145,6 @@ class Op(Generic[CallT]):
         #: From a call to the op's arguments, and back.
         self.flat: Callable[[CallT], tuple[Any, ...]] = self._read(one.value for one in arguments)
         self.call: Callable[..., CallT] = eval(f"lambda {names}: {construction}", self._names)
-        self._defaults = {one.name: one.default for one in arguments}
         facts = [one for one in arguments if Mark.RESULT not in one.marks]
         self.tensors: Callable[[CallT], tuple[Any, ...]] = self._read(_tensors_of(one) for one in facts)
         readers = (_options_of, _formats_of, _tensors_of)
@@ -172,6 +171,10 @@ class Op(Generic[CallT]):
         schema = f"{self.name}({arguments}) -> {_results_of(run)}"
         runs = replayed if replays else lambda *flat: run(self.call(*flat))
         self._op = define(schema, runs, lambda *flat: fake(self.call(*flat)))
+        named = ", ".join(f"{one.name}=defaults[{i}]" for i, one in enumerate(self.arguments))
+        names, defaults = ", ".join(one.name for one in self.arguments), [one.default for one in self.arguments]
+        #: The op by names. Dynamo traces one call of it in a model with hundreds of layers: a loop over names takes seconds there.
+        self._by_name: Callable[..., Any] = eval(f"lambda {named}, **others: op({names})", {"op": self._op, "defaults": defaults})
 
     def __call__(self, call: CallT) -> Any:
         """Through the dispatcher."""
@@ -187,7 +190,7 @@ class Op(Generic[CallT]):
 
     def of_parts(self, parts: Mapping[str, Any]) -> Any:
         """The op of arguments by name; those left out have the defaults of their fields, those of other ops are ignored."""
-        return self._op(*[parts.get(name, default) for name, default in self._defaults.items()])
+        return self._by_name(**parts)
 
     # ----------------------------------------------------------------------------------------------------- launch cache
 

@@ -125,21 +125,34 @@ def _multiply(call: LinearCall, op: str, names: Sequence[str]) -> Sequence[torch
     return outs
 
 
-def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
+def level_of(x: torch.Tensor) -> str:
+    """What computes a linear layer of x."""
+    return kernel_level("linear", "auto", x)
+
+
+def linear_of_parts(
+    x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, *, level: str | None = None
+) -> torch.Tensor:
     """`linear` as compiled code calls it: with the tensors of a weight, `[*QuantTensor.parts().values()]`, and its format's name.
 
     x [..., K] times the weight [N, K] plus bias [N] gives [..., N]. Every traced object or property becomes a guard that is
-    re-evaluated on each call, so there are none, and nothing is checked: `linear` does that.
+    re-evaluated on each call, so there are none, and nothing is checked: `linear` does that. level: `level_of(x)`, where it is
+    known, which Dynamo then need not trace.
     """
-    return projections_of_parts(x, [parts], [bias], [fmt])[0]
+    return projections_of_parts(x, [parts], [bias], [fmt], level=level)[0]
 
 
 def projections_of_parts(
-    x: torch.Tensor, parts: Sequence[list[torch.Tensor]], biases: Sequence[torch.Tensor | None], formats: Sequence[str]
+    x: torch.Tensor,
+    parts: Sequence[list[torch.Tensor]],
+    biases: Sequence[torch.Tensor | None],
+    formats: Sequence[str],
+    *,
+    level: str | None = None,
 ) -> list[torch.Tensor]:
     """`projections` as compiled code calls it, see `linear_of_parts`."""
     weights = {"weights": [t for own in parts for t in own], "weights_counts": [len(own) for own in parts]}
-    level = kernel_level("linear", "auto", x)
+    level = level_of(x) if level is None else level
     outs: list[torch.Tensor] = LINEAR.of_parts(
         {"x": x, **weights, "weights_formats": ",".join(formats), "biases": list(biases), "impl": level}
     )

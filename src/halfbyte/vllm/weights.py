@@ -34,7 +34,7 @@ from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.ops.by_plan import HALVES
-from halfbyte.ops.linear import linear_of_parts, projections_of_parts
+from halfbyte.ops.linear import level_of, linear_of_parts, projections_of_parts
 from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
@@ -171,6 +171,8 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
 
     def __init__(self, stored: Sequence[Own | Foreign]) -> None:
         self.stored = stored
+        #: Ranks exchange x: columns are in another order.
+        self._gathers = False
 
     def create_weights(
         self,
@@ -233,6 +235,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         if columns != all_columns:
             begin = layer.tp_rank * (all_columns // columns) // layer.tp_size * columns
             if weight.perm is not None:
+                self._gathers = True
                 layer.register_buffer("halfbyte_gather", weight.perm[begin : begin + columns].to(device, torch.int64))
             weight = columns_of(weight, begin, begin + columns, self.stored[index].name)
         return rows_of(weight, ranges)
@@ -265,13 +268,15 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         layer.halfbyte_names = [[f"weight{i}_{name}" for name in weight.parts()] for i, weight in enumerate(weights)]
         layer.halfbyte_formats = [weight.format.name for weight in weights]
         layer.halfbyte_rows = [weight.shape[0] for weight in weights]
-        replay_in_turn(weights[0].codes.device)
+        device = weights[0].codes.device
+        self._level = level_of(torch.empty(0, dtype=self._dtype, device=device))
+        replay_in_turn(device)
         self._begin_to_compile(layer, weights)
 
     def _begin_to_compile(self, layer: Any, weights: Sequence[QuantTensor]) -> None:
         """Compile kernels in the background, unless ranks exchange x first."""
         half, width, device = HALVES.get(self._dtype), weights[0].shape[1], weights[0].codes.device
-        if half is None or hasattr(layer, "halfbyte_gather"):
+        if half is None or self._gathers:
             return
         JitWarmupRegistry.register(_KERNELS)
         there = weakref.ref(layer)
@@ -289,18 +294,17 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N], of all the layer's weights side by side."""
-        gather = getattr(layer, "halfbyte_gather", None)
-        if gather is not None:
-            x = tensor_model_parallel_all_gather(x).index_select(-1, gather)
+        if self._gathers:
+            x = tensor_model_parallel_all_gather(x).index_select(-1, layer.halfbyte_gather)
         weights = [[getattr(layer, name) for name in names] for names in layer.halfbyte_names]
         formats, rows = layer.halfbyte_formats, layer.halfbyte_rows
         if len(weights) == 1:
-            return linear_of_parts(x, weights[0], bias, formats[0])
+            return linear_of_parts(x, weights[0], bias, formats[0], level=self._level)
         biases = [None] * len(rows) if bias is None else list(bias.split(rows))
         outs: list[torch.Tensor] = []
         for begin in range(0, len(weights), MOST_PROJECTIONS):
             some = slice(begin, begin + MOST_PROJECTIONS)
-            outs += projections_of_parts(x, weights[some], biases[some], formats[some])
+            outs += projections_of_parts(x, weights[some], biases[some], formats[some], level=self._level)
         return torch.cat(outs, -1)
 
 
