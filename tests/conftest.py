@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tests in (shuffled, *shuffled):
             rng.shuffle(tests)
         items[:] = [item for tests in shuffled for item in tests]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: `gc.collect`, which benches call between cases, would walk through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

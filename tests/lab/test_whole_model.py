@@ -13,7 +13,7 @@ import benches
 import pytest
 import torch
 import torch.distributed as dist
-from benches import CPU, quick
+from benches import BRIEF, CPU, quick
 
 from halfbyte.device import Device
 from halfbyte.ops.all_reduce import AllReduce, of_all
@@ -21,6 +21,7 @@ from halfbyte_lab.cases import whole_model
 from halfbyte_lab.cases.rank import LLAMA_2_70B, Entry, Model, Product, Rank, RankLayer, Step, StepCase, first_of_ranks
 from halfbyte_lab.cases.whole_model import SMALL, RanksJob, WholeStep
 from halfbyte_lab.measure import caches, decode
+from halfbyte_lab.measure import session as session_module
 from halfbyte_lab.measure.caches import DecodeCase, Inputs
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.records import Record
@@ -91,6 +92,7 @@ def out_of_memory(*args: object) -> None:
 
 def work(machine: Device) -> Iterator[tuple[str, Any]]:
     """What both ranks do: a step of `SIZES`; then a case of `SMALL`, as it is and with faults of one rank."""
+    session_module.QUICK = BRIEF  # in a process of its own
     share, index = SIZES.shared(2), dist.get_rank()
     model, sums = Model(share, machine, share.layers, seed=index), AllReduce(SIZES.hidden, torch.bfloat16, machine.torch)
     with torch.no_grad():
