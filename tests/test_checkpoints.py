@@ -18,6 +18,7 @@ from halfbyte.checkpoints.adapters import ADAPTERS, make_adapter, read_quantizat
 from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_header
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_codes
 from halfbyte.reference.dequantize import block_scales, dynamic_map
 from halfbyte.tensors import QuantTensor
@@ -367,6 +368,20 @@ def test_settings_of_single_layers(config: dict[str, Any], own: dict[str, Any], 
         assert made.format.name == name
         expected = weight_from_tensors({**base, **own, **method}, tensors, 8, 128)
         assert torch.equal(made.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("pattern", ["a" * 1000, "a*b*c*d*", "x?" * 12])
+def test_expressions_at_the_limits_are_read(pattern: str) -> None:
+    drawn = gptq(8, 128)
+    assert weight_from_tensors(drawn.config | {"dynamic": {pattern: {}}}, drawn.tensors, 8, 128).format.name == "int4_g32"
+
+
+def test_eight_bits_have_no_zero_points() -> None:
+    config = {"quant_method": "gptq", "bits": 8, "sym": False, "group_size": -1}
+    assert make_adapter(config).expected() is None
+    assert make_adapter(config | {"sym": True}).expected() == WEIGHT_FORMATS["int8_col"]
+    with pytest.raises(Unsupported, match="8-bit codes with zero points; halfbyte reads 8-bit codes without"):
+        weight_from_tensors(config, eight_bits(127), 8, 128)
 
 
 def test_groups_of_awq_are_those_of_its_scales_where_layers_have_their_own() -> None:

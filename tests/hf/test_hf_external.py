@@ -407,12 +407,17 @@ def test_experts_of_gpt_oss(prompt: Any, greedy: Any, tmp_path: Path) -> None:
     ("edit", "message"),
     [
         (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales must both be there"),
-        (lambda t: t["model.layers.0.mlp.experts.down_proj_scales"].fill_(255), "down_proj_scales holds scales that are NaN"),
+        (
+            lambda t: t["model.layers.0.mlp.experts.down_proj_scales"][:1, :1, :1].fill_(255),
+            "down_proj_scales holds scales that are NaN",
+        ),
         (
             lambda t: t.update({n: t[n][:2].clone() for n in list(t) if "down_proj_" in n and "bias" not in n}),
             "GptOssForCausalLM has",
         ),
         (lambda t: t.update({n: t[n][..., :8].clone() for n in list(t) if n.endswith("_blocks")}), "expected"),
+        (lambda t: t.update({n: t[n].flatten(2) for n in list(t) if n.endswith("_blocks")}), r"expected \[E, N, G, 16\]"),
+        (lambda t: t.update({n: t[n].char() for n in list(t) if n.endswith("_blocks")}), "must both be there, of uint8"),
     ],
 )
 def test_damaged_experts(edit: Any, message: str, tmp_path: Path) -> None:

@@ -48,7 +48,10 @@ TESTS = {
         for name in ("awq", "bitsandbytes", "compressed_tensors", "gptq", "int8", "integers", "layer", "overrides")
     },
     "checkpoints/experts.py": ("hf/test_hf_expert_files.py",),
-    "checkpoints/fp4.py": ("test_checkpoints.py", "hf/test_hf_expert_files.py"),
+    "checkpoints/fp4.py": (
+        "test_checkpoints.py",
+        *(f"hf/test_hf_external.py::test_{of}" for of in ("experts_of_gpt_oss", "damaged_experts")),
+    ),
     "checkpoints/fp8.py": ("hf/test_hf_fp8.py",),
     "checkpoints/kv_scales.py": ("hf/test_hf_external.py",),
     "checkpoints/safetensors_files.py": (
