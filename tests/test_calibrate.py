@@ -246,7 +246,7 @@ def test_plans_with_sink_and_recent_tokens_are_used(tmp_path: Path, capsys: pyte
     assert read_plan(plan).exact_tokens((0, 0)) == (4, 16)
     model = hf.quantize(models.load("demo")[0], plan=plan)
     layers = model.generate.settings.make(model, 64).layers
-    assert [(layer.sink_tokens, layer.recent_tokens) for layer in layers] == [(4, 16)] * 6
+    assert [layer.options.window for layer in layers] == [(4, 16)] * 6
     assert run("eval", "demo", "--plan", str(plan), "--windows", "1", "--length", "48", "--json") == 0
     *_, said = json.loads(capsys.readouterr().out)["results"]
     assert said["kv"] == f"plan, {read_plan(plan).bits:.2f} bits, 4 + 16 tokens 16-bit"

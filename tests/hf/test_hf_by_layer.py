@@ -77,7 +77,7 @@ def test_sink_and_recent_tokens_of_a_plan(build, prompt, greedy, tmp_path):
     models.append(hf.load(hf.save(models[0], tmp_path / "saved")))
     for model in models:
         cache = model.generate.settings.make(model, 64)
-        assert [(layer.sink_tokens, layer.recent_tokens) for layer in cache.layers] == [(2, 9)] * 2
+        assert [layer.options.window for layer in cache.layers] == [(2, 9)] * 2
         assert torch.equal(greedy(model, ids)[1], greedy(models[0], ids)[1])
     model = build("llama")
     with pytest.raises(InvalidArgument, match="leave these options out"):

@@ -16,6 +16,7 @@ from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import Attended, attention
 from halfbyte.hf.cache_layers import PackedLayer
+from halfbyte.hf.layer_options import LayerOptions
 from halfbyte.hf.recorded_step import _key
 from halfbyte.kv_buffer import HeadNorms, Rope
 from halfbyte.reference.block import Norm, rms_norm
@@ -139,7 +140,7 @@ def test_what_a_step_rotates_by_position_is_transformed_in_the_same_place():
     norms, table = HeadNorms(torch.rand(16), torch.rand(16), 1e-6, "rounded"), torch.rand(2, 3, 8)
 
     def handles(k, **of_positions):
-        layer = PackedLayer(64, key_format("int8"), value_format("int8"), True, torch.bfloat16, transform=transform)
+        layer = PackedLayer(64, LayerOptions(key_format("int8"), value_format("int8"), True, torch.bfloat16, transform=transform))
         return layer.update(k, v, **of_positions)
 
     fused = handles(k, q=q, rope=Rope(*table), norms=norms)
@@ -154,7 +155,7 @@ def test_what_a_step_rotates_by_position_is_transformed_in_the_same_place():
 
 def test_shifted_keys_are_refused_where_scores_are_capped():
     transform = key_transform(torch.eye(16).expand(1, 16, 16), torch.zeros(1, 16))
-    layer = PackedLayer(64, key_format("int8"), value_format("int8"), True, torch.bfloat16, transform=transform)
+    layer = PackedLayer(64, LayerOptions(key_format("int8"), value_format("int8"), True, torch.bfloat16, transform=transform))
     x = torch.randn(1, 1, 2, 16)
     handles = layer.update(x, x)
     for option in ({"softcap": 30.0}, {"s_aux": torch.zeros(1)}):

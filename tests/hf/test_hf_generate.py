@@ -139,7 +139,7 @@ def test_a_window_that_holds_everything_is_sixteen_bits(build, prompt, family, w
 
 def test_a_window_in_compiled_layers_and_skipped_ones(build):
     cache = hf.PackedCache(build("llama").config, 64, keys="int8", values="int8", sink_tokens=2, recent_tokens=9, skip_layers=(0,))
-    assert [(layer.sink_tokens, layer.recent_tokens) for layer in cache.layers[:2]] == [(0, 0), (2, 9)]
+    assert [layer.options.window for layer in cache.layers[:2]] == [(0, 0), (2, 9)]
     with pytest.raises(InvalidArgument, match="capacity of 64"):
         hf.PackedCache(build("llama").config, 64, sink_tokens=2, recent_tokens=63)
     for options, message in (

@@ -15,6 +15,7 @@ from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import attention
 from halfbyte.hf.cache_layers import PackedLayer
+from halfbyte.hf.layer_options import LayerOptions
 from halfbyte.reference.hadamard import rotate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
@@ -143,7 +144,7 @@ def by_cache(model):
 def test_attention_rotates_its_output_back(queries):
     """P (V H) H = P V, in float64 over what the cache holds, for a step and for a chunk that reads its own values exactly."""
     draw = torch.Generator().manual_seed(queries)
-    layer = PackedLayer(64, key_format("int8"), value_format("int4"), True, torch.bfloat16, rotate_values=True)
+    layer = PackedLayer(64, LayerOptions(key_format("int8"), value_format("int4"), True, torch.bfloat16, rotate_values=True))
     q = torch.randn(2, 4, queries, 64, generator=draw)
     past, new = (torch.randn(2, 2, 2, n, 64, generator=draw) * torch.logspace(-1, 1, 64) for n in (20, queries))
     layer.update(*past)

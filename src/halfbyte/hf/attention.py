@@ -19,10 +19,10 @@ from transformers.generation import configuration_utils
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported, warn_once
-from halfbyte.hf.chunked_attention import chunked_prompt, layer_chunk, step
+from halfbyte.hf.chunked_attention import chunked_prompt, step
 from halfbyte.hf.latents import newest_layer
 from halfbyte.hf.masks import mask
-from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
+from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_chunk, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import transform_heads

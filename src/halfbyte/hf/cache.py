@@ -15,32 +15,25 @@ from transformers.cache_utils import Cache
 from halfbyte.arguments import integer
 from halfbyte.cache import KVCache
 from halfbyte.cache_options import token_bytes
-from halfbyte.calibrated_keys import Calibration, digest_of_norms, read_calibration
+from halfbyte.calibrated_keys import Calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
-from halfbyte.hf.chunked_attention import layer_chunk, layer_reach
-from halfbyte.hf.latents import announce, check_no_latents, heads_of, is_latent
+from halfbyte.hf.latents import announce, heads_of, is_latent
+from halfbyte.hf.layer_options import layer_options
 from halfbyte.hf.model_support import (
     BUCKET,
     all_head_dims,
     check_model_support,
     half_type,
-    inner_model,
     kv_heads,
-    layer_formats,
-    layer_rotations,
-    layer_scales,
+    layer_chunk,
     layer_types,
-    layer_windows,
-    model_sizes,
     text_config,
 )
 from halfbyte.plans import GPU_LEVELS
-from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
-from halfbyte.tensors import KeyTransform, LatentHeads
+from halfbyte.tensors import LatentHeads
 
 #: Held while a cache is marked as used.
 _USE = threading.Lock()
@@ -91,22 +84,23 @@ class PackedCache(Cache):  # type: ignore[misc]
         _check_capacity(capacity)
         check_model_support(model_or_config)
         check_attention(model_or_config)
-        config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
-        formats = layer_formats(config, keys, values, skip_layers, dtype)
-        rotations = layer_rotations(config, rotate_keys, [k for k, _ in formats])
-        self.capacity = _whole_buckets(capacity)
-        windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
-        sliding = [layer_reach(config, layer) for layer in range(len(formats))]
-        scales, transforms = layer_scales(config, formats), layer_transforms(model_or_config, calibration, len(formats))
-        layers = zip(layer_types(config), formats, rotations, windows, sliding, scales, transforms, strict=True)
-        dims = all_head_dims(config)
-        for _, value_dim in set(dims):
-            check_rotation(rotate_values, value_dim, "rotate_values")
+        config, self.capacity = text_config(model_or_config), _whole_buckets(capacity)
+        options = layer_options(
+            model_or_config,
+            dtype or half_type(model_or_config),
+            keys=keys,
+            values=values,
+            rotate_keys=rotate_keys,
+            rotate_values=rotate_values,
+            calibration=calibration,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+            skip_layers=skip_layers,
+            capacity=self.capacity,
+        )
         states, attention = int(getattr(config, "number_of_conv_states", 1)), LatentLayer if is_latent(config) else PackedLayer
-        cache_layers = [
-            cache_layer(kind, attention, states, self.capacity, k, v, is_rotated, dtype, window, rotate_values, *rest)
-            for kind, (k, v), is_rotated, window, *rest in layers
-        ]
+        kinds = zip(layer_types(config), options, strict=True)
+        cache_layers = [cache_layer(kind, attention, states, self.capacity, own) for kind, own in kinds]
         super().__init__(layers=cache_layers)
         self._packed = [number for number, layer in enumerate(cache_layers) if isinstance(layer, PackedLayer)]
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
@@ -116,8 +110,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._leader = next((n for n in self._packed if layer_chunk(config, n)), self._packed[0])
         self._lead()
         self._open = False  # a forward has begun and not reached the last layer
-        kinds = Counter((*formats[n], kv_heads(config, n), *dims[n]) for n in self._packed)
-        self.bytes_per_token = sum(count * _token_bytes(*kind) for kind, count in kinds.items())
+        sizes, dims = Counter[Any](), all_head_dims(config)
+        for n in self._packed:
+            sizes.update((side, kv_heads(config, n), dim) for side, dim in zip(options[n][:2], dims[n], strict=True))
+        self.bytes_per_token = sum(count * token_bytes(*size) for size, count in sizes.items())
 
     def __repr__(self) -> str:
         kinds = sorted({layer.kinds for layer in self.packed})
@@ -327,16 +323,6 @@ def _whole_buckets(capacity: int) -> int:
     return -(-capacity // BUCKET) * BUCKET
 
 
-def layer_transforms(model_or_config: Any, calibration: Calibration | None, layers: int) -> tuple[KeyTransform | None, ...]:
-    """The transform of keys of each layer; raises for the calibration of another model."""
-    if calibration is None:
-        return (None,) * layers
-    check_no_latents(text_config(model_or_config))
-    keys, is_model = read_calibration(calibration), isinstance(model_or_config, torch.nn.Module)
-    digest = digest_of_norms(inner_model(model_or_config)) if is_model else ""
-    return keys.of_model(model_sizes(text_config(model_or_config)), digest)
-
-
 def check_attention(model_or_config: Any) -> None:
     """Raise for a model whose attention is not halfbyte's, which could not read a packed cache."""
     from halfbyte.hf.attention import NAME
@@ -347,10 +333,6 @@ def check_attention(model_or_config: Any) -> None:
             f"model_or_config uses the attention implementation {current!r}, which cannot read a packed cache; "
             f'call model.set_attn_implementation("{NAME}") first (halfbyte.hf.quantize does it)'
         )
-
-
-def _token_bytes(keys: Format, values: Format, heads: int, key_dim: int, value_dim: int) -> float:
-    return token_bytes(keys, heads, key_dim) + token_bytes(values, heads, value_dim)
 
 
 class LatentLayer(PackedLayer):

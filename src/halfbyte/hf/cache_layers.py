@@ -11,7 +11,7 @@ it, with scales that include rejected tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,14 +21,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.formats import Format
 from halfbyte.hf.attention import NO_DRAFTS, Handle
+from halfbyte.hf.layer_options import LayerOptions
 from halfbyte.hf.masks import PACKED
 from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import APPEND, append_of_parts
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.paging import SPARE, WindowKVCache
-from halfbyte.tensors import KeyTransform, LatentHeads
+from halfbyte.tensors import LatentHeads
 
 #: A layer with a state and no attention.
 StateLayer: Any = cache_utils.LinearAttentionLayer
@@ -42,35 +42,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     is_sliding = False  # attention applies a window itself, without a mask
 
-    def __init__(
-        self,
-        capacity: int,
-        keys: Format,
-        values: Format,
-        rotate_keys: bool,
-        dtype: torch.dtype,
-        window: tuple[int, int] = (0, 0),
-        rotate_values: bool = False,
-        sliding: int | None = None,
-        scales: Sequence[float | None] = (None, None),
-        transform: KeyTransform | None = None,
-    ) -> None:
-        """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are.
-
-        `sliding`: the window of attention, whose tokens are kept; all, where one measured scale is of the first tokens appended.
-        `scales`: fixed ones of keys and of values as a model computes them, before these are changed; None: measured.
-        `transform`: of quantized keys before they are stored, in place of a rotation; attention takes that of queries.
-        """
+    def __init__(self, capacity: int, options: LayerOptions) -> None:
         super().__init__()
-        self.sliding = None if "tensor" in (keys.granularity, values.granularity) else sliding
-        self.rotate_values = rotate_values and values.is_quantized
-        #: As it is given, and on the device.
-        self.calibrated = self.transform = transform if keys.is_quantized else None
-        self.sink_tokens, self.recent_tokens = window
+        keys, values, self.options = options.keys, options.values, options
         self.capacity, self.key_format, self.value_format = capacity, keys, values
-        self.rotate_keys, self.buffer_dtype = rotate_keys and self.transform is None, dtype
-        rotations = self.rotate_keys or self.transform is not None, self.rotate_values
-        self.scales = [None if is_rotated else scale for scale, is_rotated in zip(scales, rotations, strict=True)]
+        self.rotate_values = options.rotate_values and values.is_quantized
+        #: None where one measured scale is of the first tokens appended: then all are kept.
+        self.sliding = None if "tensor" in (keys.granularity, values.granularity) else options.sliding
+        #: As it is given, and on the device.
+        self.calibrated = self.transform = options.transform if keys.is_quantized else None
+        self.rotate_keys = options.rotate_keys and self.transform is None
         #: Whether `generate()` may record steps in CUDA graphs.
         self.records = True
         self.kv: KVCache | None = None
@@ -125,6 +106,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.transform is not None:
             self.transform = self.transform.like(key_states)
         kind: Any = KVCache if self.sliding is None else partial(WindowKVCache, window=self.sliding)
+        changed = self.rotate_keys or self.transform is not None, self.rotate_values
+        scales = zip(("k_scale", "v_scale"), self.options.scales, changed, strict=True)
         kv = kind(
             batch,
             heads,
@@ -134,11 +117,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             values=self.value_format,
             value_dim=value_states.shape[-1],
             rotate_keys=self.rotate_keys,
-            sink_tokens=self.sink_tokens,
-            recent_tokens=self.recent_tokens,
-            dtype=self.buffer_dtype,
+            sink_tokens=self.options.window[0],
+            recent_tokens=self.options.window[1],
+            dtype=self.options.dtype,
             device=key_states.device,
-            **{name: scale for name, scale in zip(("k_scale", "v_scale"), self.scales, strict=True) if scale is not None},
+            **{name: scale for name, scale, is_changed in scales if scale is not None and not is_changed},
         )
         self._hold(kv)
 
@@ -263,8 +246,8 @@ class HybridLayer(PackedLayer, StateLayer):  # type: ignore[misc]
 
     is_croppable = StateLayer.is_croppable
 
-    def __init__(self, states: int, *options: Any) -> None:
-        PackedLayer.__init__(self, *options)
+    def __init__(self, states: int, capacity: int, options: LayerOptions) -> None:
+        PackedLayer.__init__(self, capacity, options)
         StateLayer.__init__(self, number_of_states=states)
 
     @property
@@ -290,10 +273,10 @@ class HybridLayer(PackedLayer, StateLayer):  # type: ignore[misc]
         PackedLayer.reorder_cache(self, beam_idx)
 
 
-def cache_layer(kind: str, attention: type[PackedLayer], states: int, *options: Any) -> Any:
-    """A layer of a cache, by its type in the configuration, and by what those with attention are. `options` as of `PackedLayer`."""
+def cache_layer(kind: str, attention: type[PackedLayer], states: int, capacity: int, options: LayerOptions) -> Any:
+    """A layer of a cache, by its type in the configuration, and by what those with attention are."""
     if kind in ATTENTION:
-        return HybridLayer(states, *options) if kind in STATES else attention(*options)
+        return HybridLayer(states, capacity, options) if kind in STATES else attention(capacity, options)
     return StateLayer(number_of_states=states) if kind in STATES else EmptyLayer()
 
 

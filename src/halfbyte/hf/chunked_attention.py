@@ -12,19 +12,7 @@ from typing import Any, cast
 import torch
 
 from halfbyte.cache import KVCache
-from halfbyte.hf.model_support import layer_window
 from halfbyte.ops.prefill_attention import prefill_attention
-
-
-def layer_chunk(config: Any, layer: int | None) -> int | None:
-    """Tokens of a chunk, in a layer whose tokens see their own chunk only; None in others."""
-    kinds = getattr(config, "layer_types", None)
-    return config.attention_chunk_size if kinds and layer is not None and kinds[layer] == "chunked_attention" else None
-
-
-def layer_reach(config: Any, layer: int) -> int | None:
-    """Tokens that a query of a layer sees at most, which its cache keeps; None: all."""
-    return layer_window(config, layer) or layer_chunk(config, layer)
 
 
 def step(

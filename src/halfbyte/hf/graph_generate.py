@@ -151,7 +151,7 @@ def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: in
         "drafts of prompt lookup are compared with greedy choices, and do_sample is set": choice.config.do_sample,
         "a logits processor, a stopping criterion or output_scores needs tokens one by one": choice.key(None) is None,
         "recurrent and convolutional states cannot take drafts back": cache.has_states,
-        "recent tokens in 16 bits leave their window one by one": any(layer.recent_tokens for layer in cache.packed),
+        "recent tokens in 16 bits leave their window one by one": any(layer.options.window[1] for layer in cache.packed),
         "this model's forward takes no position_ids": "position_ids" not in inspect.signature(model.forward).parameters,
         "position_ids have more than two axes": positions is not None and positions.ndim != 2,
         "queries are scaled by the length of the first sequence": batch > 1 and tuned,

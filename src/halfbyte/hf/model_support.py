@@ -8,9 +8,7 @@ every use except attention.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,9 @@ from transformers import AutoConfig, PreTrainedModel
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
-from halfbyte.formats import MIN_SCALE, Format, check_window, key_format, value_format
+from halfbyte.formats import MIN_SCALE
 from halfbyte.hf.latents import SPARSE, is_latent, latent_refusal
 from halfbyte.hf.survey import modules_of
-from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import F16_MAX
 
 _PICKED = "an indexer with keys of its own picks the cached tokens that a query reads, and attention over packed data reads all"
@@ -106,15 +103,6 @@ def kv_scales(config: Any) -> dict[str, Any] | None:
         if scale is not None and not (isinstance(scale, int | float) and MIN_SCALE <= scale <= F16_MAX):
             raise CheckpointError(f"config.json: {KV_SCALES} holds {scale!r}; expected a scale that fp16 holds, or null")
     return {"format": entry.get("format"), "layers": layers}
-
-
-def layer_scales(config: Any, formats: Sequence[tuple[Format, Format]]) -> list[list[float | None]]:
-    """The scale of keys and of values of each layer that came with the model, for these formats; None: measured by the cache."""
-    entry = kv_scales(config) or {"format": None, "layers": [(None, None)] * len(formats)}
-    return [
-        [scale if fmt.name == entry["format"] else None for scale, fmt in zip(pair, sides, strict=True)]
-        for pair, sides in zip(entry["layers"], formats, strict=True)
-    ]
 
 
 class Decoder:
@@ -275,6 +263,17 @@ def layer_window(config: Any, layer: int | None) -> int | None:
     return window if "sliding" in kinds[layer] else None
 
 
+def layer_chunk(config: Any, layer: int | None) -> int | None:
+    """Tokens of a chunk, in a layer whose tokens see their own chunk only; None in others."""
+    kinds = getattr(config, "layer_types", None)
+    return config.attention_chunk_size if kinds and layer is not None and kinds[layer] == "chunked_attention" else None
+
+
+def layer_reach(config: Any, layer: int) -> int | None:
+    """Tokens that a query of a layer sees at most, which its cache keeps; None: all."""
+    return layer_window(config, layer) or layer_chunk(config, layer)
+
+
 def half_type(model_or_config: Any) -> torch.dtype:
     """The 16-bit type that goes with a model: float16 if it computes in it, or was loaded in it and widened; else bfloat16."""
     dtype = getattr(model_or_config, "dtype", None)
@@ -331,48 +330,6 @@ def all_head_dims(config: Any) -> list[tuple[int, int]]:
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
 BUCKET = 64
-
-
-def layer_formats(
-    config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Iterable[int], dtype: torch.dtype
-) -> list[tuple[Format, Format]]:
-    """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
-    check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-    count = int(config.num_hidden_layers)
-    dims = set(all_head_dims(config))
-    k_formats = [key_format(name) for name in one_each("keys", keys, count)]
-    v_formats = [value_format(name) for name in one_each("values", values, count)]
-    for side, formats, sizes in zip(("keys", "values"), (k_formats, v_formats), zip(*sorted(dims), strict=True), strict=True):
-        for fmt, dim in product(dict.fromkeys(formats), dict.fromkeys(sizes)):
-            fmt.check_shape((1, 1, BUCKET, dim), f"{side}={fmt.name!r}: a head of this model")
-    plain = key_format("fp16" if dtype is torch.float16 else "bf16")
-    check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
-    skips = set()
-    for layer in skip_layers:
-        check(
-            isinstance(layer, int) and -count <= layer < count,
-            f"skip_layers holds {layer!r}; the model has {count} layers: pass numbers from {-count} to {count - 1}",
-        )
-        skips.add(layer % count)
-    return [(plain, plain) if i in skips else (k_formats[i], v_formats[i]) for i in range(count)]
-
-
-def layer_windows(
-    window: tuple[int, int], formats: Sequence[tuple[Format, Format]], capacity: int = 2**31 - 1
-) -> list[tuple[int, int]]:
-    """(sink tokens, recent tokens) of every layer, checked: `window`, or none where a layer is in 16 bits throughout."""
-    quantized = [k.is_quantized or v.is_quantized for k, v in formats]
-    for (k, v), is_packed in zip(formats, quantized, strict=True):
-        if is_packed or not any(quantized):
-            check_window(*window, k, v, capacity)
-    return [window if has_codes else (0, 0) for has_codes in quantized]
-
-
-def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool] | None, keys: Sequence[Format]) -> tuple[bool, ...]:
-    """Whether keys in these formats, by layer, are rotated; raises when a head cannot be."""
-    rotations = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))
-    pairs = enumerate(zip(rotations, keys, strict=True))
-    return tuple(rotated(rotate, fmt, head_dims(config, layer)[0]) for layer, (rotate, fmt) in pairs)
 
 
 def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:

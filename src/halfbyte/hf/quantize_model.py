@@ -20,17 +20,14 @@ from halfbyte.calibrated_keys import Calibration, read_calibration
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
 from halfbyte.hf.attention_weights import check_key_bias, check_value_rotation, layers_to_rotate, rotate_values_of
-from halfbyte.hf.cache import layer_transforms
 from halfbyte.hf.calibrated_weights import calibrated_layers, check_targets, token_windows
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
+from halfbyte.hf.layer_options import layer_options
 from halfbyte.hf.model_support import (
     Decoder,
     check_model_support,
     half_type,
     inner_model,
-    layer_formats,
-    layer_rotations,
-    layer_windows,
     model_sizes,
 )
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
@@ -334,11 +331,9 @@ class Quantization:
         settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skips, *window)
         if calibration is not None:
             settings = replace(settings, calibration=read_calibration(calibration))
-            layer_transforms(self.model, settings.calibration, len(self.decoder.blocks))
-        formats = layer_formats(self.decoder.config, settings.keys, settings.values, skips, half)
-        layer_windows(window, formats)
-        self.keys = [key for key, _ in formats]
-        self.rotations = each = layer_rotations(self.decoder.config, rotate, self.keys)
+        layers = layer_options(self.model, half, **{**settings.options, "rotate_keys": rotate})
+        self.keys = [layer.keys for layer in layers]
+        self.rotations = each = tuple(layer.rotate_keys for layer in layers)
         check_can_read_packed(self.model)
         # One for all layers if they agree. Resolved, so that a saved model keeps its setting.
         return replace(settings, rotate_keys=each[0] if len(set(each)) == 1 else each)

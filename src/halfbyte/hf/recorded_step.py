@@ -382,7 +382,7 @@ def _key(addresses: Hashable, cache: PackedCache, prompts: torch.Tensor) -> tupl
     The batch size is exact: another one may have other plans, and with them other rounding. Memory that was made in
     `torch.inference_mode` is read-only outside of it.
     """
-    layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens, id(layer.calibrated)) for layer in cache.packed)
+    layout = tuple((layer.kinds, layer.options.window, id(layer.calibrated)) for layer in cache.packed)
     return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), addresses
 
 

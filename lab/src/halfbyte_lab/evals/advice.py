@@ -258,8 +258,7 @@ class _Sizes:
 
     def _read(self, cache: CacheSizes) -> int:
         """Bytes of the cache that a step reads, layer by layer."""
-        from halfbyte.hf.chunked_attention import layer_reach
-        from halfbyte.hf.model_support import ATTENTION, layer_types
+        from halfbyte.hf.model_support import ATTENTION, layer_reach, layer_types
 
         holding = [i for i, kind in enumerate(layer_types(self.text)) if kind in ATTENTION]
         windows = (layer_reach(self.text, i) or self.context for i in holding)
