@@ -10,12 +10,11 @@ import torch
 
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.cpu import append as cpu
-from halfbyte.cpu.profiled import profiled
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Shape
 from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, RopeLike
 from halfbyte.ops import launch_cache
-from halfbyte.ops._library import can_bypass_on_cpu, level, pairs_launches, refuse_capture
+from halfbyte.ops._library import level, pairs_launches, refuse_capture
 from halfbyte.ops.declare import Op
 from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.ops.self_check import refusal, untested
@@ -195,8 +194,6 @@ def store(c: AppendCall, signature: Signature | None = None) -> torch.Tensor | N
     if c.impl == "triton" and not torch.compiler.is_compiling():
         if _launch(c, advance=not c.by_slot, signature=signature):
             return rotated
-    elif can_bypass_on_cpu(c.k, c.v, c.q):
-        profiled("append_", _run, c)
     else:
         APPEND(c)
     if c.by_slot:

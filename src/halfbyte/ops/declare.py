@@ -26,8 +26,9 @@ import torch
 from torch.autograd import forward_ad as _forward
 
 from halfbyte.arguments import Mark, Without
+from halfbyte.cpu.profiled import profiled
 from halfbyte.formats import Format, kv_format, weight_format
-from halfbyte.ops._library import define
+from halfbyte.ops._library import can_bypass_on_cpu, define
 from halfbyte.ops.launch_cache import PLAIN, Number, Signature, replay
 from halfbyte.settings import as_set
 from halfbyte.tensors import QuantTensor, weight_of
@@ -47,6 +48,8 @@ class Call(Protocol):
 _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_grad_enabled
 _types_and_shapes, _alignment = operator.attrgetter("dtype", "shape"), (16).__rmod__
 CallT = TypeVar("CallT", bound=Any)
+#: Levels that are torch code, or compiled loops.
+_TORCH_CODE = ("cpu", "reference")
 _SCALARS: dict[Any, str] = {torch.Tensor: "Tensor", bool: "bool", int: "int", float: "float", str: "str", Format: "str"}
 _RESULTS = {None: "()", type(None): "()", torch.Tensor: "Tensor", list[torch.Tensor]: "Tensor[]"}
 
@@ -167,6 +170,7 @@ class Op(Generic[CallT]):
             results = None if signature is None else replay(signature)
             return run(self.call(*flat), signature) if results is None else list(results)
 
+        self._run = run
         arguments = ", ".join(one.schema(f"a{i}") for i, one in enumerate(self.arguments))
         schema = f"{self.name}({arguments}) -> {_results_of(run)}"
         runs = replayed if replays else lambda *flat: run(self.call(*flat))
@@ -177,7 +181,9 @@ class Op(Generic[CallT]):
         self._by_name: Callable[..., Any] = eval(f"lambda {named}, **others: op({names})", {"op": self._op, "defaults": defaults})
 
     def __call__(self, call: CallT) -> Any:
-        """Through the dispatcher."""
+        """Through the dispatcher, but for torch code on a CPU where nothing there has anything to do: it would take longer."""
+        if call.impl in _TORCH_CODE and can_bypass_on_cpu(*self.tensors(call)):
+            return profiled(self.name, self._run, call)
         return self._op(*self.flat(call))
 
     # --------------------------------------------------------------------------------------------------- compiled code

@@ -9,12 +9,11 @@ import torch
 
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
-from halfbyte.cpu.profiled import profiled
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._decode_on_gpu import DECODE
-from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level, refuse_capture
+from halfbyte.ops._library import can_bypass_dispatcher, kernel_level, refuse_capture
 from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
@@ -157,8 +156,6 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
     tensors = call.q, call.keys.codes, call.values.codes, call.options.sinks, call.options.alibi_slopes
     if kernel and can_bypass_dispatcher(*tensors):
         return gpu.run(call, signature=signature, into=into)  # the dispatcher would take longer than the kernel
-    if call.impl in _LEVELS and can_bypass_on_cpu(*tensors):
-        return profiled("decode_attention", _run, call)
     out: Results = DECODE(call)
     return out
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from halfbyte.cpu import linear as cpu
-from halfbyte.cpu.profiled import profiled
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level
+from halfbyte.ops._library import can_bypass_dispatcher, kernel_level
 from halfbyte.ops._linear_on_gpu import LINEAR
 from halfbyte.ops.launch_cache import Signature, replay
 from halfbyte.reference import linear as reference
@@ -119,8 +118,6 @@ def _multiply(call: LinearCall, op: str, names: Sequence[str]) -> Sequence[torch
     call = call._replace(impl=kernel_level(op, call.impl, call.x))
     if call.impl not in _LEVELS and can_bypass_dispatcher(call.x, *call.biases):
         return gpu.run(call, signature)
-    if call.impl in _LEVELS and can_bypass_on_cpu(call.x, *call.biases):
-        return profiled("linear", _run, call)
     outs: list[torch.Tensor] = LINEAR(call)
     return outs
 
