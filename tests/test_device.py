@@ -19,12 +19,12 @@ from halfbyte.device import (
     INTERPRETER,
     Device,
     block_shared_memory,
-    resident_blocks,
     sm_limits,
     sm_shared_memory,
     supports_pdl,
     supports_wgmma,
 )
+from halfbyte_lab.precompile import resident_blocks
 
 #: KB of shared memory of an SM and of a block, as the CUDA C++ Programming Guide has them.
 SHARED = {(8, 0): (164, 163), (8, 6): (100, 99), (8, 7): (164, 163), (8, 9): (100, 99), (9, 0): (228, 227), (10, 0): (228, 227)}

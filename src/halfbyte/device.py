@@ -78,26 +78,6 @@ def block_shared_memory(capability: Capability) -> int:
     return sm_shared_memory(capability) - DRIVER_SHARED_BYTES
 
 
-def resident_blocks(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> int:
-    """Blocks that one SM holds at a time (its occupancy), at least 1.
-
-    threads: per block; registers: per thread, rounded up to a multiple of 8; shared_bytes: what the kernel allocates per block.
-    """
-    limits = blocks_by_resource(capability, threads=threads, registers=registers, shared_bytes=shared_bytes)
-    return max(1, min(limits.values()))
-
-
-def blocks_by_resource(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> dict[str, int]:
-    """How many blocks each resource of one SM has room for; arguments as in `resident_blocks`."""
-    sm = sm_limits(capability)
-    return {
-        "registers": sm.registers // (-(-registers // 8) * 8 * threads),
-        "shared memory": sm.shared_bytes // (shared_bytes + DRIVER_SHARED_BYTES),
-        "threads": sm.threads // threads,
-        "resident blocks": sm.blocks,
-    }
-
-
 @dataclass(frozen=True)
 class Datasheet:
     """Memory in bytes and its bandwidth in bytes per second; None where it is not known."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from halfbyte.device import blocks_by_resource, sm_limits
+from halfbyte.device import DRIVER_SHARED_BYTES, Capability, sm_limits
 from halfbyte.errors import Unsupported, require
 from halfbyte.formats import kv_format
 from halfbyte.plans.decode_problem import DecodeProblem
@@ -126,3 +126,23 @@ def _call_of(p: DecodeProblem) -> DecodeCall:
     )
     q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
     return DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5, rotate_keys=p.rotate_keys))
+
+
+def resident_blocks(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> int:
+    """Blocks that one SM holds at a time (its occupancy), at least 1.
+
+    threads: per block; registers: per thread, rounded up to a multiple of 8; shared_bytes: what the kernel allocates per block.
+    """
+    limits = blocks_by_resource(capability, threads=threads, registers=registers, shared_bytes=shared_bytes)
+    return max(1, min(limits.values()))
+
+
+def blocks_by_resource(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> dict[str, int]:
+    """How many blocks each resource of one SM has room for; arguments as in `resident_blocks`."""
+    sm = sm_limits(capability)
+    return {
+        "registers": sm.registers // (-(-registers // 8) * 8 * threads),
+        "shared memory": sm.shared_bytes // (shared_bytes + DRIVER_SHARED_BYTES),
+        "threads": sm.threads // threads,
+        "resident blocks": sm.blocks,
+    }

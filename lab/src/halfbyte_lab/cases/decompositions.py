@@ -13,12 +13,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from halfbyte.device import Device, resident_blocks
+from halfbyte.device import Device
 from halfbyte.errors import Unsupported
 from halfbyte.plans.gemm_mma import mma_plan
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab.precompile import resident_blocks
 
 Kind = Literal["data-parallel", "split-k", "stream-k"]
 
