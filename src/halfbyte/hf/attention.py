@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,10 +26,9 @@ from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_chunk, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import transform_heads
-from halfbyte.tensors import KeyTransform, LatentHeads
 
 if TYPE_CHECKING:
-    from halfbyte.hf.cache_layers import Chunk, Drafts
+    from halfbyte.hf.cache_layers import PackedLayer
 
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
 NAME = "halfbyte"
@@ -64,22 +63,6 @@ _HARMLESS = frozenset(
 )
 
 
-class PackedLayerLike(Protocol):
-    """What attention reads of a `PackedLayer`: its cache, and the flat form of it for compiled code."""
-
-    kv: KVCache | None
-    parts: dict[str, Any]
-    rotate_values: bool
-    transform: KeyTransform | None
-    drafts: Drafts | None
-    chunk: Chunk | None
-    longest_step: int
-    begins: bool
-    latent_heads: LatentHeads | None
-    calls: Any
-    checks_positions: bool
-
-
 class Attended(NamedTuple):
     """What an attention layer gave `attention`: a query, new keys and values [B, H, L, D], and options."""
 
@@ -97,7 +80,7 @@ class Handle:
 
     def __init__(
         self,
-        layer: PackedLayerLike,
+        layer: PackedLayer,
         new: torch.Tensor,
         which: str,
         rotated: torch.Tensor | None = None,
@@ -223,7 +206,7 @@ def attention(
     return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read), layer), None
 
 
-def _is_step(layer: PackedLayerLike, count: int) -> bool:
+def _is_step(layer: PackedLayer, count: int) -> bool:
     """Whether the newest `count` tokens read themselves as they are stored: one alone over an empty cache is a prompt."""
     if layer.chunk is not None:
         return layer.chunk.held is not None
@@ -248,7 +231,7 @@ def check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None, 
         )
 
 
-def _by_token(out: torch.Tensor, layer: PackedLayerLike) -> torch.Tensor:
+def _by_token(out: torch.Tensor, layer: PackedLayer) -> torch.Tensor:
     """[B, H, L, D] -> [B, L, H, D] contiguous, rotated back where the layer rotates values."""
     out = transform_heads(out) if layer.rotate_values and layer.latent_heads is None else out
     return out.transpose(1, 2).contiguous()

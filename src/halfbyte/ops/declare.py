@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.autograd import forward_ad as _forward
@@ -33,16 +33,6 @@ from halfbyte.ops.launch_cache import PLAIN, Number, Signature, replay
 from halfbyte.settings import as_set
 from halfbyte.tensors import QuantTensor, weight_of
 from halfbyte.transforms import no_memory
-
-
-class Call(Protocol):
-    """What the class of an op's calls has besides its fields."""
-
-    @property
-    def replayable(self) -> bool:
-        """Whether an unchecked call could be one launch like an earlier one."""
-        ...
-
 
 #: Bound once: attribute lookups dominate a cached call.
 _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_grad_enabled
@@ -138,7 +128,7 @@ class Signatures:
 
 
 class Op(Generic[CallT]):
-    """An op, called with one object."""
+    """An op, called with one object, whose `replayable` says whether an unchecked call could be one launch like an earlier one."""
 
     def __init__(self, name: str, call: type[CallT]) -> None:
         self.name, self._names = name, dict[str, Any]()

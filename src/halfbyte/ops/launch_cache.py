@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from halfbyte.formats import Format
 from halfbyte.ops import compiling
 from halfbyte.ops.workspace import counters, floats, shared
+
+if TYPE_CHECKING:
+    from halfbyte.ops.declare import Op
 
 Key = tuple[Any, ...]
 #: Shape and strides of a result.
@@ -87,13 +90,6 @@ class Number(float):
         return None if value is None else Number(1.0)
 
 
-class Declared(Protocol):
-    """What the launch cache asks of an op (`declare.Op`)."""
-
-    def tensors(self, call: Any, /) -> tuple[torch.Tensor | None, ...]: ...
-    def twin(self, call: Any) -> Any: ...
-
-
 class Plan(Protocol):
     """A plan of launches, with the workspace that they share: fp32 numbers, and int32 counters."""
 
@@ -108,7 +104,7 @@ Launches = Callable[[Any, Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], 
 
 
 def launch(
-    op: Declared,
+    op: Op[Any],
     call: Any,
     plan: Plan,
     launches: Launches,
@@ -139,7 +135,7 @@ def launch(
 
 
 def _repeated(
-    op: Declared, call: Any, plan: Plan, launches: Launches, kernels: Sequence[Any], results: Sequence[torch.Tensor]
+    op: Op[Any], call: Any, plan: Plan, launches: Launches, kernels: Sequence[Any], results: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
     """A function that repeats the launches of `kernels` for another call of the same signature. It holds no tensor."""
     from halfbyte.kernels.common.compat import launcher
