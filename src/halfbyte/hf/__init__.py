@@ -13,14 +13,14 @@ from halfbyte.errors import require
 
 require("transformers", "halfbyte.hf")
 
-from halfbyte.hf.attention import NAME, register
+from halfbyte.hf.attention import register
 from halfbyte.hf.attention_weights import KeyBiasWarning, key_biases
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save
 from halfbyte.hf.default_cache import Generate
 from halfbyte.hf.every_forward import packed_forwards
 from halfbyte.hf.mixtures import register as register_experts
-from halfbyte.hf.model_support import REFUSED
+from halfbyte.hf.model_support import NAME, REFUSED
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer  # its import registers it

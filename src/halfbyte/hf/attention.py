@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation import configuration_utils
 
 from halfbyte.cache import KVCache
@@ -22,29 +21,13 @@ from halfbyte.errors import Unsupported, warn_once
 from halfbyte.hf.chunked_attention import chunked_prompt, step
 from halfbyte.hf.latents import newest_layer
 from halfbyte.hf.masks import mask
-from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_chunk, layer_window
+from halfbyte.hf.model_support import NAME, NO_DRAFTS, NO_WEIGHTS, WINDOW_IN_MASK, layer_chunk, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import transform_heads
 
 if TYPE_CHECKING:
     from halfbyte.hf.cache_layers import PackedLayer
-
-#: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
-NAME = "halfbyte"
-
-#: Queries of a step, at most: they are answered in one pass over the packed cache.
-DECODE_QUERIES = 16
-
-#: What models and `generate()` call a cache: from transformers 5.24 on by another name, which warns of the old one.
-CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
-
-NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
-
-NO_DRAFTS = (
-    "drafts of assisted decoding over images, latents (MLA), or layers that share keys and values, are not implemented; leave "
-    "assistant_model out, or pass prompt_lookup_num_tokens to recorded steps"
-)
 
 _NO_CACHE = (
     "this forward has no packed KV cache, so attention runs in 16 or 32 bits (torch's scaled_dot_product_attention); "

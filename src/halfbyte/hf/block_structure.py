@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from halfbyte.errors import Unsupported
-from halfbyte.hf.attention import CACHE
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.model_support import half_type, text_config
+from halfbyte.hf.model_support import CACHE, half_type, text_config
 from halfbyte.reference.block import KINDS, Norm, rms_norm
 
 #: Sizes of the inputs of a branch at which its fused form must agree: a clamp acts on large ones only.

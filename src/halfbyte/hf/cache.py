@@ -17,12 +17,13 @@ from halfbyte.cache import KVCache
 from halfbyte.cache_options import token_bytes
 from halfbyte.calibrated_keys import Calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
 from halfbyte.hf.latents import announce, heads_of, is_latent
 from halfbyte.hf.layer_options import layer_options
 from halfbyte.hf.model_support import (
     BUCKET,
+    DECODE_QUERIES,
+    NAME,
     all_head_dims,
     check_model_support,
     half_type,
@@ -325,8 +326,6 @@ def _whole_buckets(capacity: int) -> int:
 
 def check_attention(model_or_config: Any) -> None:
     """Raise for a model whose attention is not halfbyte's, which could not read a packed cache."""
-    from halfbyte.hf.attention import NAME
-
     current = getattr(getattr(model_or_config, "config", None), "_attn_implementation", None)
     if isinstance(model_or_config, torch.nn.Module) and current != NAME:
         raise InvalidArgument(

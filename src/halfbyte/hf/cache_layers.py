@@ -21,10 +21,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.hf.attention import NO_DRAFTS, Handle
+from halfbyte.hf.attention import Handle
 from halfbyte.hf.layer_options import LayerOptions
 from halfbyte.hf.masks import PACKED
-from halfbyte.hf.model_support import ATTENTION, STATES
+from halfbyte.hf.model_support import ATTENTION, NO_DRAFTS, STATES
 from halfbyte.ops.append import APPEND, append_of_parts
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.paging import SPARE, WindowKVCache

@@ -20,10 +20,9 @@ from transformers.utils import cached_file
 
 from halfbyte.calibrated_keys import CalibratedKeys, read_calibration
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import DecodeLoop
-from halfbyte.hf.model_support import BUCKET, layer_types, text_config
+from halfbyte.hf.model_support import BUCKET, CACHE, NAME, NO_WEIGHTS, layer_types, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.settings import default_impl
 

@@ -12,9 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.hf.attention import CACHE, DECODE_QUERIES
 from halfbyte.hf.default_cache import CacheSettings, cache_settings
-from halfbyte.hf.model_support import check_continues, inner_model
+from halfbyte.hf.model_support import CACHE, DECODE_QUERIES, check_continues, inner_model
 from halfbyte.hf.survey import rotations_by_length
 
 #: Outputs of a forward that hold one entry a token, along axis 1.

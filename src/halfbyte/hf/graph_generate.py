@@ -26,11 +26,11 @@ from transformers.generation.utils import (
 )
 
 from halfbyte.errors import Unsupported, warn_once
-from halfbyte.hf.attention import CACHE, check_one_text
+from halfbyte.hf.attention import check_one_text
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
-from halfbyte.hf.model_support import text_config
+from halfbyte.hf.model_support import CACHE, text_config
 from halfbyte.hf.recorded_step import (
     MOST_DRAFTS,
     Forward,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationMixin, PreTrainedModel
 
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
@@ -24,6 +25,22 @@ from halfbyte.formats import MIN_SCALE
 from halfbyte.hf.latents import SPARSE, is_latent, latent_refusal
 from halfbyte.hf.survey import modules_of
 from halfbyte.reference.quantize import F16_MAX
+
+#: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
+NAME = "halfbyte"
+
+#: Queries of a step, at most: they are answered in one pass over the packed cache.
+DECODE_QUERIES = 16
+
+#: What models and `generate()` call a cache: from transformers 5.24 on by another name, which warns of the old one.
+CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+
+NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
+
+NO_DRAFTS = (
+    "drafts of assisted decoding over images, latents (MLA), or layers that share keys and values, are not implemented; leave "
+    "assistant_model out, or pass prompt_lookup_num_tokens to recorded steps"
+)
 
 _PICKED = "an indexer with keys of its own picks the cached tokens that a query reads, and attention over packed data reads all"
 _TOUCHED = "it changes or selects cached keys or values between the cache update and attention"

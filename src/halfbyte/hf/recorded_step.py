@@ -27,11 +27,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from halfbyte.errors import warn_once
-from halfbyte.hf.attention import CACHE, DECODE_QUERIES
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.cache_layers import Chunk
 from halfbyte.hf.masks import starts_of
-from halfbyte.hf.model_support import BUCKET
+from halfbyte.hf.model_support import BUCKET, CACHE, DECODE_QUERIES
 
 Result = TypeVar("Result")
 #: What is kept at most: steps of a model, forwards of a step, recorded lengths of prompts, choices of a forward.

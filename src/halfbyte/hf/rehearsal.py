@@ -18,10 +18,9 @@ import torch
 from transformers import GenerationConfig
 
 from halfbyte.errors import Unsupported, check, warn_once
-from halfbyte.hf.attention import CACHE
 from halfbyte.hf.block_structure import signature
 from halfbyte.hf.fused_blocks import fused_without_kernels, with_blocks
-from halfbyte.hf.model_support import blocks
+from halfbyte.hf.model_support import CACHE, blocks
 from halfbyte.hf.recorded_step import MOST_PROMPT, prompt_bucket, release
 from halfbyte.hf.survey import Survey, survey
 from halfbyte.hf.weights import ranks_of

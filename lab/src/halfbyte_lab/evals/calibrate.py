@@ -70,9 +70,9 @@ class Divergence:
     @torch.no_grad()
     def _log_probs(self, **options: Any) -> Iterator[torch.Tensor]:
         """Log-probabilities [n, chunk, V] of the next token, chunk by chunk, on the model's device."""
-        from halfbyte.hf.attention import CACHE
         from halfbyte.hf.cache import PackedCache
         from halfbyte.hf.every_forward import part_of_text
+        from halfbyte.hf.model_support import CACHE
 
         cache = PackedCache(self.model, self.windows.shape[1], **options)
         cache.expect_steps(self.chunk)

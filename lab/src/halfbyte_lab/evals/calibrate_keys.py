@@ -129,11 +129,10 @@ def calibrate_keys(
 
     `model` has the halfbyte attention (`halfbyte.hf.quantize`). `on_step` is called after every chunk of a window.
     """
-    from halfbyte.hf.attention import CACHE
     from halfbyte.hf.cache import PackedCache
     from halfbyte.hf.every_forward import part_of_text
     from halfbyte.hf.latents import check_no_latents
-    from halfbyte.hf.model_support import half_type, inner_model, text_config
+    from halfbyte.hf.model_support import CACHE, half_type, inner_model, text_config
 
     check_no_latents(text_config(model))
     sizes, plain = sizes_of(model), plain_format(half_type(model)).name

@@ -113,7 +113,7 @@ def long_context(
 
 def found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> float:
     """Share of the tokens of all keys that are the likeliest, given those before them."""
-    from halfbyte.hf.attention import CACHE
+    from halfbyte.hf.model_support import CACHE
 
     longest, cache = max(tasks.key_tokens), cache_for(model, setting, tasks.keyed.shape[1])
     end = tasks.keyed.shape[1] - longest
@@ -129,7 +129,7 @@ def found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None
 
 def _written(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> Iterator[torch.Tensor]:
     """Greedy tokens [n, 1], one after the other."""
-    from halfbyte.hf.attention import CACHE
+    from halfbyte.hf.model_support import CACHE
 
     cache, step = cache_for(model, setting, tasks.prompts.shape[1] + tasks.written), tasks.prompts
     for _ in range(tasks.written):
@@ -140,7 +140,7 @@ def _written(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], N
 
 def _nll(plain: Any, dtype: str, prompts: torch.Tensor, text: torch.Tensor) -> float:
     """Mean nats a token of `text` [n, written] after `prompts` by the 16-bit model."""
-    from halfbyte.hf.attention import CACHE
+    from halfbyte.hf.model_support import CACHE
 
     total, whole = 0.0, torch.cat([prompts, text], 1)
     cache = cache_for(plain, Setting.plain(dtype), whole.shape[1])

@@ -60,7 +60,7 @@ def _check_room(model: Any, setting: Setting, prompt: int, tokens: int) -> None:
 def _pieces(
     model: Any, tokenizer: Tokenizer, ids: list[int], cache: Any, tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    from halfbyte.hf.attention import CACHE
+    from halfbyte.hf.model_support import CACHE
 
     ends = model.generation_config.eos_token_id
     stops = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)

@@ -144,8 +144,8 @@ class Heads:
 @torch.no_grad()
 def recorded_heads(model: Any, ids: torch.Tensor) -> list[Heads]:
     """Heads of every layer of a Llama-like model while it reads `ids`, int64 [B, T]. It has halfbyte's attention."""
-    from halfbyte.hf.attention import CACHE
     from halfbyte.hf.cache import PackedCache
+    from halfbyte.hf.model_support import CACHE
 
     queries: list[torch.Tensor] = []
 

@@ -17,9 +17,8 @@ def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int
 
     ids int64 [B, T]: prompts. transformers runs "eager" or "sdpa" attention over its own cache, with keys and values rounded alike.
     """
-    from halfbyte.hf.attention import CACHE
     from halfbyte.hf.cache import PackedCache
-    from halfbyte.hf.model_support import half_type
+    from halfbyte.hf.model_support import CACHE, half_type
 
     plain, capacity = plain_format(half_type(model)), ids.shape[1] + tokens
     ids = ids.to(model.device)
@@ -37,7 +36,7 @@ def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
     """transformers' attention for a while: sdpa, or eager where a model has features that sdpa lacks."""
-    from halfbyte.hf.attention import NAME
+    from halfbyte.hf.model_support import NAME
 
     needs_eager = getattr(model.config, "attn_logit_softcapping", None) or "gpt_oss" in model.config.model_type
     model.set_attn_implementation("eager" if needs_eager else "sdpa")

@@ -319,8 +319,8 @@ def _noise(x: torch.Tensor) -> float:
 
 def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> Iterator[_Outputs]:
     """Feed windows [B, T] in chunks through a fresh cache of the setting's formats."""
-    from halfbyte.hf.attention import CACHE
     from halfbyte.hf.every_forward import part_of_text
+    from halfbyte.hf.model_support import CACHE
 
     cache = cache_for(model, setting, part.shape[1])
     if not setting.own:
