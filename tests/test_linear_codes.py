@@ -43,7 +43,7 @@ def test_codes_less_their_bias(bias: int | None, dtype: str, monkeypatch: pytest
         weight = replace(weight, bias=bias)
     assert bias is not None or weight.bias == 8
     words = every_word(monkeypatch)
-    unpacked = unpack.unpack_exact(words, weight, SimpleNamespace(dtype=dtype))
+    unpacked = unpack.unpack_exact(words, (), weight, SimpleNamespace(dtype=dtype))
     assert torch.equal(torch.stack(unpacked).double(), (codes(4) - weight.bias) * weight.unit(dtype))
 
 

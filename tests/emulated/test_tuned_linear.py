@@ -57,6 +57,10 @@ CASES = (
     Product("nvfp4", 1, (64,), 2112, torch.float16),
     Product("mxfp4", 1, (66,), 1472),  # scales 2 bytes off a multiple of 4
     Product("int4_g32", 8, (40, 34), 1472),
+    Product("int4_g32", 16, (128,), 8192, num_sms=2),  # one tile for each SM: eight K slices, whose warps do not divide it
+    Product("int4_g128", 12, (128,), 8448, num_sms=2),
+    Product("int4_g32", 11, (64, 40), 1152, torch.float16, num_sms=4),
+    Product("int4_g32", 9, (200,), 1280),
     Product("nf4", 8, (64,), 1088, capability=(8, 6)),  # smaller tiles and chunks, as an SM has 100 KB of shared memory
     Product("fp4_bnb", 16, (130,), 832, torch.float16, capability=(8, 6)),
     Product("int4_g64", 8, (130,), 1664, num_sms=1, capability=(8, 6)),

@@ -50,15 +50,15 @@ def _dense(p: GemmProblem, gpu: GPU, use_pdl: bool) -> Shape | str:
     weight = one_weight_spec(p)
     if isinstance(weight, str):
         return weight
-    per_sm = 1 if _long(weight, p, gpu.num_sms) else 2
-    best = replace(_shape(weight, p, per_sm * gpu.num_sms), use_pdl=use_pdl and supports_pdl(gpu.capability))
+    shape, per_sm = _shape(weight, p, gpu)
+    best = replace(shape, use_pdl=use_pdl and supports_pdl(gpu.capability))
     refusal = _refusal(best, p, gpu.capability)
     if refusal:
         return refusal
-    shape = _first_that_fits(best, _candidates(best, per_sm, p.width), gpu.capability)
-    if not isinstance(shape, str) and any(n % 2 for n in p.features) and (shape[0].odd_scales or shape[0].odd_zeros):
+    fitting = _first_that_fits(best, _candidates(best, per_sm, p.width), gpu.capability)
+    if not isinstance(fitting, str) and any(n % 2 for n in p.features) and (fitting[0].odd_scales or fitting[0].odd_zeros):
         return f"an odd N with {p.width // weight.group} scales an output channel, which are not aligned for 4-byte copies"
-    return shape
+    return fitting
 
 
 def _first_that_fits(best: MmaSpec, candidates: Iterable[Shape], capability: Capability) -> Shape | str:
@@ -207,31 +207,38 @@ def scale_copy_width(columns: int, row: int, size: int) -> int:
     return next((n for n in fits if row % n == 0), 0)
 
 
-def _shape(weight: WeightSpec, p: GemmProblem, slots: int) -> MmaSpec:
-    """Tiles, warps and chunks, with one stage; found by measuring (docs/internals/log/linear.md).
+def _shape(weight: WeightSpec, p: GemmProblem, gpu: GPU) -> Shape:
+    """Tiles, warps and chunks, with one stage, and programs an SM; found by measuring (docs/internals/log/linear.md).
 
     Memory is fastest in runs of 128 bytes of a row. Warps are fastest with 64 rows of the weight, which share the work on x, if
-    every program gets a tile; otherwise with 32. Above M = 8, two warps divide a tile. For M of 2 to 4, x comes through the L1
-    cache; M = 1 gains too little from it, and at M = 8 it holds too few steps.
+    every program gets a tile; otherwise with 32. Above M = 8, two warps divide a tile, unless tiles are few: then each reads x for
+    all 64 rows. For M of 2 to 4, x comes through the L1 cache; M = 1 gains too little from it, and at M = 8 it holds too few steps.
     """
-    wide = weight.kind == "signed"
-    tiles = p.tiles(32)
+    wide, num_sms = weight.kind == "signed", gpu.num_sms
+    per_sm = 1 if _long(weight, p, num_sms) else 2
+    tiles, slots, chunk = p.tiles(32), per_sm * num_sms, 128 if wide else 256
     x_rows = next((n for n in (1, 2, 4, 8) if p.rows <= n), 16)
     fine = 0 < weight.group < 64 or bool(weight.codebook)  # their work besides the MMA fills the registers
-    if p.rows > 8:
+    few = p.tiles(64) <= num_sms <= 2.1 * p.tiles(64)  # one tile for each SM, or for two
+    deep = few and p.width >= 4096 * (num_sms // p.tiles(64))
+    room = sm_shared_memory(gpu.capability) > 128 << 10
+    if p.rows > 8 and few and room and not wide and (deep or not weight.codebook):
+        tile, k_slices, warps_m, chunk = 64, 8 if fine and deep else 4, 1, 256 if deep and not fine else 128
+        per_sm = 1 if deep else 2
+    elif p.rows > 8:
         tile, k_slices, warps_m = (64 if tiles <= slots or fine else 128), 2, 2
     else:
         narrow = tiles <= (slots if p.rows <= 4 else 0.7 * slots)
         few_registers = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "unsigned"))
         tile, k_slices, warps_m = (32 if narrow or few_registers else 64), 4, 1
-    return MmaSpec(
+    spec = MmaSpec(
         weights=(weight,) * len(p.weights),
         dtype=p.half,
         block_m=max(8, x_rows),
         tile=tile,
         k_slices=k_slices,
         warps_m=warps_m,
-        chunk=128 if wide else 256,
+        chunk=chunk,
         stages=1,
         scale_slots=4,
         scales_per_copy=1,
@@ -245,6 +252,7 @@ def _shape(weight: WeightSpec, p: GemmProblem, slots: int) -> MmaSpec:
         pad_slots=0,
         equal_parts=not takes_any_part(),
     )
+    return spec, per_sm
 
 
 def _candidates(shape: MmaSpec, per_sm: int, width: int) -> Iterator[Shape]:

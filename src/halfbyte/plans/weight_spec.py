@@ -114,8 +114,8 @@ class WeightSpec(WeightCodec):
         return 2.0**7 if self.kind == "e2m1" and spec.dtype == "bf16" else 1.0
 
     def bias_in_unpack(self, spec: Block) -> bool:
-        """Unpacking subtracts the bias of 4-bit codes: at M = 16, an MMA with ones costs more."""
-        return self.kind == "unsigned" and not self.zero and spec.x_rows == 16
+        """Unpacking subtracts bias and zero points of 4-bit codes: at M = 16, an MMA with ones costs more, if groups are small."""
+        return self.kind == "unsigned" and spec.x_rows == 16 and not (self.zero and self.group > 32)
 
     def shift(self, dtype: str) -> float:
         """By how much operands exceed their codes' values, ignoring zero points."""

@@ -187,7 +187,7 @@ def _multiply_side_by_side(acc, dot, sums, pool, slot, part: gl.constexpr, scale
     a = ()
     for i in gl.static_range(8):
         if i % 4 == 0:
-            a = code_operands(codes_of(pool, slot, gl.constexpr(2 * part + i // 4), S, C), S, C)
+            a = code_operands(codes_of(pool, slot, gl.constexpr(2 * part + i // 4), S, C), (), S, C)
         if (8 * part + i) % n == 0:
             dot = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             sums = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma)
@@ -224,13 +224,14 @@ def _multiply_part(acc, pool, slot, part: gl.constexpr, scales, zeros, S: gl.con
             dot = acc
         for i in gl.static_range(g * each, g * each + each):
             if i % planes == 0:
-                a = code_operands(codes_of(pool, slot, gl.constexpr(first + i // planes), S, C), S, C)
+                block = codes_of(pool, slot, gl.constexpr(first + i // planes), S, C)
+                a = code_operands(block, zeros[part * groups + g :], S, C)
             if S.operands_scaled(C):
                 dot = mma_v2(a[i % planes] * scales[first + i // planes], x[i], dot)
             else:
                 dot = mma_v2(a[i % planes], x[i], dot)
         # The bias of the codes, in parallel with the MMAs and not ahead of them: neither chain waits for the other.
-        if S.zero:
+        if S.zero and not S.bias_in_unpack(C):
             sums = _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
             dot = dot - (zeros[part * groups + g].to(gl.float32) * S.unit(C.dtype) + shift) * sums
         elif shift != 0.0:

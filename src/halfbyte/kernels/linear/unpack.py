@@ -66,14 +66,21 @@ def unpack_in_place(x, C: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _minus(S, C):
+    """What a code 0 exceeds its value by, ignoring zero points, negated: 16 bits whose lowest count zero points."""
+    return (0xC300 if C.dtype == "bf16" else 0x8000) + S.bias
+
+
+@gluon.constexpr_function
 def _exact_asm(S, C):
-    """unpack_nibbles, then the bias is subtracted: exact, 128 + n and n * 2^-24 have room for it."""
+    """unpack_nibbles, then bias and zero point are subtracted: exact, 128 + n and n * 2^-24 have room for them."""
     if C.dtype == "bf16":
-        minus, take, mask = 0xC300 + S.bias, "fma.rn.bf16x2", "lop3.b32 {0}, {1}, 0x000F000F, 0x43004300, 0xEA;"
+        take, mask = "fma.rn.bf16x2", "lop3.b32 {0}, {1}, 0x000F000F, 0x43004300, 0xEA;"
     else:
-        minus, take, mask = 0x8000 + S.bias, "fma.rn.f16x2", "and.b32 {0}, {1}, 0x000F000F;"
+        take, mask = "fma.rn.f16x2", "and.b32 {0}, {1}, 0x000F000F;"
     one = 0x3F803F80 if C.dtype == "bf16" else 0x3C003C00
-    lines = [f"{{ .reg .b32 a, b, c, o, m; mov.b32 o, {one}; mov.b32 m, {minus * 0x10001};"]
+    minus = "$5" if S.zero else _minus(S, C) * 0x10001
+    lines = [f"{{ .reg .b32 a, b, c, o, m; mov.b32 o, {one}; mov.b32 m, {minus};"]
     lines += [f"shr.u32 {name}, $4, {4 * i + 4};" for i, name in enumerate("abc")]
     for i, source in enumerate(("$4", "a", "b", "c")):
         lines += [mask.format(f"${i}", source), f"{take} ${i}, ${i}, o, m;"]
@@ -81,9 +88,26 @@ def _exact_asm(S, C):
 
 
 @gluon.jit
-def unpack_exact(x, S: gl.constexpr, C: gl.constexpr):
-    """Words of four 4-bit codes -> one tensor a code less its bias. bf16: the number; fp16: times 2^-24."""
-    return by_pairs(_exact_asm(S, C), 4, gl.constexpr(C.dtype), (x,))
+def unpack_exact(x, zeros, S: gl.constexpr, C: gl.constexpr):
+    """Words of four 4-bit codes -> one tensor a code less its bias and zero point. bf16: the number; fp16: times 2^-24.
+
+    zeros: of both groups of 8 words [k_slices, tile, 1]; not read where the format has none.
+    """
+    if S.zero:
+        return by_pairs(_exact_asm(S, C), 4, gl.constexpr(C.dtype), (x, _subtrahends(zeros, S, C)), 2)
+    else:
+        return by_pairs(_exact_asm(S, C), 4, gl.constexpr(C.dtype), (x,))
+
+
+@gluon.jit
+def _subtrahends(zeros, S: gl.constexpr, C: gl.constexpr):
+    """Zero points of the two groups of a block as operands of its 16 words [k_slices, tile, 16], negated and with the bias."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    by_group = gl.reshape(gl.full([C.k_slices, C.tile, 16], 0, gl.uint16, la), [C.k_slices, C.tile, 2, 8])
+    first, second = gl.reshape(zeros[0], [C.k_slices, C.tile]), gl.reshape(zeros[1], [C.k_slices, C.tile])
+    z = gl.join(first, second).to(gl.uint16) + _minus(S, C)
+    z = gl.expand_dims(gl.convert_layout(z, gl.SliceLayout(3, by_group.type.layout), assert_trivial=True), 3) + by_group
+    return gl.convert_layout(gl.reshape(z, [C.k_slices, C.tile, 16]), la, assert_trivial=True)
 
 
 @gluon.jit
@@ -222,12 +246,15 @@ def look_up(words, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def code_operands(block, S: gl.constexpr, C: gl.constexpr):
-    """A block of 16 words of each row [W, tile, 16] as mma operands, one per code of a word, in the order of `x_operands`."""
+def code_operands(block, zeros, S: gl.constexpr, C: gl.constexpr):
+    """A block of 16 words of each row [W, tile, 16] as mma operands, one per code of a word, in the order of `x_operands`.
+
+    zeros: of the groups of the block, for `unpack_exact`.
+    """
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     words = block.load(la)
     if S.bias_in_unpack(C):
-        planes = unpack_exact(words, S, C)
+        planes = unpack_exact(words, zeros, S, C)
     elif S.kind == "unsigned":
         planes = unpack_nibbles(words, C)
     elif S.kind == "e2m1":
