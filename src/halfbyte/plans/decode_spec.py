@@ -179,6 +179,11 @@ class DecodeLatentSpec(DecodeSpec):
         return 1
 
     @property
+    def score_warps(self) -> int:
+        """Warps that divide a tile's tokens, 16 at a time."""
+        return min(self.warps, self.tile // 16)
+
+    @property
     def equal_parts(self) -> bool:
         return True  # memory is reinterpreted as a whole only
 
@@ -187,6 +192,13 @@ class DecodeLatentSpec(DecodeSpec):
         ring = self.ring_bytes // self.stages * (self.stages + self.pad_slots)
         dims = sum(s.codes_per_word * s.padded for s in (self.keys, self.values))
         return ring + 2 * self.padded_rows * (dims + self.tile) + 4 * self.warps * self.padded_rows
+
+
+@dataclass(frozen=True)
+class DecodeLatentWgmmaSpec(DecodeLatentSpec):
+    """The same with products by warp groups, on Hopper."""
+
+    wgmma: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, view
 from halfbyte.kernels.common.layouts import (
     code_ring_layout,
     latent_layout,
+    latent_scores_layout,
     lengths_layout,
     post_scale_of,
     sum_layout,
@@ -41,16 +43,18 @@ from halfbyte.kernels.decode.work_split import next_work_item, partition, visibl
 
 
 @gluon.constexpr_function
-def _operand_layout(columns):
+def _operand_layout(columns, C):
     """Rows of 16-byte pieces, of up to 128 bytes before the pattern begins anew."""
     pieces = min(8, columns // 8)
+    if C.wgmma:
+        return gl.NVMMASharedLayout(swizzle_byte_width=16 * pieces, element_bitwidth=16, rank=2)
     return gl.SwizzledSharedLayout(8, max(1, 8 // pieces), pieces, [1, 0])
 
 
 @gluon.constexpr_function
-def _at_once(S):
+def _at_once(S, C):
     """Words of a key that are unpacked at a time."""
-    return min(32, S.padded)
+    return min(32 if C.padded_rows < 64 else 16, S.padded)
 
 
 @gluon.constexpr_function
@@ -61,6 +65,33 @@ def _chains(S, C):
 @gluon.constexpr_function
 def _query_dtype(S):
     return gl.bfloat16 if S.kind == "bf16" else gl.float16
+
+
+@gluon.jit
+def _zero():
+    """0, which only the assembler knows: addresses behind it are computed where they are needed, and take no registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _product(a, b, sums, C: gl.constexpr):
+    """sums + a b, under way: a in registers, b in shared memory."""
+    if C.wgmma:
+        return warpgroup_mma(a, b, sums, is_async=True)
+    else:
+        return mma_v2(a, b.load(gl.DotOperandLayout(1, sums.type.layout, 2)), sums)
+
+
+@gluon.jit
+def _wait(under_way: gl.constexpr, sums, C: gl.constexpr):
+    """A tuple of sums, once all but so many products are done."""
+    if C.wgmma:
+        if len(sums) == 1:
+            return (warpgroup_mma_wait(under_way, deps=sums),)
+        else:
+            return warpgroup_mma_wait(under_way, deps=sums)
+    else:
+        return sums
 
 
 @gluon.jit
@@ -86,7 +117,7 @@ def _store_query(memory, x, S: gl.constexpr, C: gl.constexpr):
             over = gl.exp2(j % S.per_byte * (-1.0 * S.bits))
             x = (x.to(gl.float32) * over).to(gl.float16)
         memory.store(gl.reshape(gl.permute(x, [0, 2, 1]), [C.padded_rows, S.padded * S.codes_per_word]))
-    return gl.convert_layout(sums, gl.SliceLayout(0, latent_layout(C)))[None, :], down
+    return gl.convert_layout(sums, gl.SliceLayout(0, latent_scores_layout(C)))[None, :], down
 
 
 @gluon.jit
@@ -99,11 +130,10 @@ def _codes(rings, slot, S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
     """q . k of one tile in fp32, [tile, R], scales and offsets included. query: its sums, and the factor of scores."""
-    mma: gl.constexpr = latent_layout(C)
+    mma: gl.constexpr = latent_scores_layout(C)
     la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     N: gl.constexpr = S.codes_per_word
-    W: gl.constexpr = _at_once(S)
+    W: gl.constexpr = _at_once(S, C)
     sums, factor = query
     codes = _codes(rings, slot, S, C)
     zero = gl.full([C.tile, C.padded_rows], 0.0, gl.float32, mma)
@@ -116,8 +146,10 @@ def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
     for c in gl.static_range(gl.constexpr(S.padded // W)):
         planes = unpack(codes.slice(c * W, W, dim=1).load(la), S)
         for j in gl.static_range(N):
-            q = queries.slice(j * S.padded + c * W, W, dim=1).permute([1, 0]).load(lb)
-            dots = dots[1:] + (mma_v2(planes[j], q, dots[0]),)
+            q = queries.slice(j * S.padded + c * W, W, dim=1).permute([1, 0])
+            dots = dots[1:] + (_product(planes[j], q, dots[0], C),)
+        dots = _wait(N, dots, C)  # those of the words before: their registers are free
+    dots = _wait(0, dots, C)
     dot = dots[0]
     for j in gl.static_range(1, gl.constexpr(_chains(S, C))):
         dot += dots[j]
@@ -133,52 +165,94 @@ def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _by_lanes(x, C: gl.constexpr):
     """Sums over the tokens that a lane holds: [warps, 8, R]."""
-    x = gl.reshape(x, [C.tile // (16 * C.warps), C.warps, 2, 8, C.padded_rows])
+    x = gl.reshape(x, [C.tile // (16 * C.score_warps), C.score_warps, 2, 8, C.padded_rows])
     return gl.sum(gl.sum(x, axis=2), axis=0)
 
 
 @gluon.jit
-def _accumulate(weights, rings, slot, s, ok, state, S: gl.constexpr, C: gl.constexpr):
-    """One tile's online softmax and its product with the latents. state: (m, l, z, o by code of a word)."""
-    mma: gl.constexpr = latent_layout(C)
-    la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    N: gl.constexpr = S.codes_per_word
-    m, l, z, o = state
-    if S.scale == "token":
-        scale = gl.where(ok, of_tokens(rings[1], slot, 0, mma, S, C), 0.0)
-        peak = gl.max(s + log2_of(scale), axis=0)
-    else:
-        peak = gl.max(s, axis=0)
-    new = gl.maximum(m, peak - 8.0)
-    keep = gl.exp2(m - new)
-    p = gl.exp2(s - new[None, :])
-    kept = keep[None, :]
-    by_lane = gl.convert_layout(keep, gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout)))[None, None, :]
-    l = l * by_lane + _by_lanes(p, C)
+def _weigh(s, scale, offset, m, S: gl.constexpr, C: gl.constexpr):
+    """A tile's weights in fp32, and what its tokens add to l and z, by lanes."""
+    p = gl.exp2(s - m[None, :])
+    added = _by_lanes(p, C)
     weight = p
     if S.scale == "token":
         weight = p * scale
-    narrow = weight.to(gl.float16)
-    weights.store(narrow)
+    shift = added
     if S.offset:
-        z = z * by_lane + _by_lanes(p * gl.where(ok, of_tokens(rings[2], slot, 0, mma, S, C), 0.0), C)
+        shift = _by_lanes(p * offset, C)
     elif S.kind == "signed":
-        z = z * by_lane + _by_lanes(narrow.to(gl.float32) * -128.0, C)  # the weights as rounded, so that large sums cancel exactly
-    scaled = ()
-    for j in gl.static_range(N):
-        scaled = scaled + (o[j] * kept,)
-    o = scaled
-    codes = _codes(rings, slot, S, C)
+        shift = _by_lanes(weight.to(gl.float16).to(gl.float32) * -128.0, C)  # as rounded, so that large sums cancel exactly
+    return weight, added, shift
+
+
+@gluon.jit
+def _largest(weight, C: gl.constexpr):
+    """The largest number of each warp, as the bits of fp32: [warps]."""
+    over: gl.constexpr = C.warps // C.score_warps
+    x = weight.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
+    x = gl.reshape(x, [C.tile // (16 * C.score_warps), C.score_warps, 2, 8, over, C.padded_rows // (8 * over), 4, 2])
+    x = gl.max(gl.max(gl.max(gl.max(x, axis=7), axis=5), axis=2), axis=0)  # of each lane: [warps, 8, warps over rows, 4]
+    return gl.reshape(gl.max(gl.max(x, axis=3), axis=1), [C.warps])
+
+
+@gluon.jit
+def _accumulate(weights, tops, rings, slot, s, ok, state, S: gl.constexpr, C: gl.constexpr):
+    """One tile's online softmax and its product with the latents. state: (m, l, z, o by code of a word).
+
+    Weights are relative to a maximum m that moves only when one would exceed 2^12: then all warps meet again, and o changes.
+    """
+    mma: gl.constexpr = latent_scores_layout(C)
+    lo: gl.constexpr = latent_layout(C)
+    la: gl.constexpr = gl.DotOperandLayout(0, lo, 2)
+    N: gl.constexpr = S.codes_per_word
+    m, l, z, o = state
+    scale = s
+    offset = s
+    if S.scale == "token":
+        scale = gl.where(ok, of_tokens(rings[1], slot, 0, mma, S, C), 0.0)
+    if S.offset:
+        offset = gl.where(ok, of_tokens(rings[2], slot, 0, mma, S, C), 0.0)
+    weight, added, shift = _weigh(s, scale, offset, m, S, C)
+    weights.store(weight.to(gl.float16))
+    tops.store(_largest(weight, C))
+    if C.wgmma:
+        fence_async_shared()
     barrier()
+    top = gl.max(tops.load(gl.BlockedLayout([C.warps], [32], [C.warps], [0])), axis=0)
+    if top > 0x45800000:  # 2^12
+        if S.scale == "token":
+            peak = gl.max(s + log2_of(scale), axis=0)
+        else:
+            peak = gl.max(s, axis=0)
+        new = gl.maximum(m, peak - 4.0)
+        keep = gl.exp2(m - new)
+        m = new
+        by_lane = gl.convert_layout(keep, gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout)))[None, None, :]
+        kept = gl.convert_layout(keep, gl.SliceLayout(0, lo))[None, :]
+        l = l * by_lane
+        z = z * by_lane
+        scaled = ()
+        for j in gl.static_range(N):
+            scaled = scaled + (o[j] * kept,)
+        o = scaled
+        weight, added, shift = _weigh(s, scale, offset, m, S, C)
+        weights.store(weight.to(gl.float16))
+        if C.wgmma:
+            fence_async_shared()
+        barrier()
+    l += added
+    if S.shifted:
+        z += shift
+    codes = _codes(rings, slot, S, C)
     for c in gl.static_range(gl.constexpr(C.tile // 16)):
         planes = unpack(codes.slice(c * 16, 16, dim=0).permute([1, 0]).load(la), S)
-        w = weights.slice(c * 16, 16, dim=0).load(lb)
-        added = ()
+        w = weights.slice(c * 16, 16, dim=0)
+        products = ()
         for j in gl.static_range(N):
-            added = added + (mma_v2(planes[j], w, o[j]),)
-        o = added
-    return new, l, z, o
+            products = products + (_product(planes[j], w, o[j], C),)
+        o = _wait(N, products, C)
+    o = _wait(0, o, C)
+    return m, l, z, o
 
 
 @gluon.jit
@@ -203,15 +277,16 @@ def decode_latents(call: Call, C: gl.constexpr):
     """One program's share of the work: work item after work item, from where its share begins to where it ends."""
     KS: gl.constexpr = C.keys
     VS: gl.constexpr = C.values
-    mma: gl.constexpr = latent_layout(C)
+    mma: gl.constexpr = latent_scores_layout(C)
     R: gl.constexpr = C.padded_rows
     k_dim: gl.constexpr = KS.padded * KS.codes_per_word
     v_dim: gl.constexpr = VS.padded * VS.codes_per_word
     k_rings = make_rings(KS, C)
     v_rings = make_rings(VS, C)
-    k_queries = gl.allocate_shared_memory(_query_dtype(KS), [R, k_dim], _operand_layout(k_dim))
-    v_queries = gl.allocate_shared_memory(gl.float16, [R, v_dim], _operand_layout(v_dim))
-    weights = gl.allocate_shared_memory(gl.float16, [C.tile, R], _operand_layout(R))
+    k_queries = gl.allocate_shared_memory(_query_dtype(KS), [1, R, k_dim], _operand_layout(k_dim, C))
+    v_queries = gl.allocate_shared_memory(gl.float16, [1, R, v_dim], _operand_layout(v_dim, C))
+    weights = gl.allocate_shared_memory(gl.float16, [1, C.tile, R], _operand_layout(R, C))
+    tops = gl.allocate_shared_memory(gl.int32, [C.warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
     ok = at < call.batch
     if C.use_pdl:
@@ -246,8 +321,10 @@ def decode_latents(call: Call, C: gl.constexpr):
             k_scale = k_scale * gl.load(call.k.scales).to(gl.float32)
         if VS.scale == "tensor":
             v_scale = v_scale * gl.load(call.v.scales).to(gl.float32)
-        k_sums, k_down = _store_query(k_queries, rotary, KS, C)
-        v_sums, v_down = _store_query(v_queries, latent, VS, C)
+        k_sums, k_down = _store_query(k_queries.index(0), rotary, KS, C)
+        v_sums, v_down = _store_query(v_queries.index(0), latent, VS, C)
+        if C.wgmma:
+            fence_async_shared()
         k_query = k_sums, k_down * k_scale
         v_query = v_sums, v_down * v_scale
         r = gl.arange(0, R, layout=gl.SliceLayout(0, mma))[None, :]
@@ -263,7 +340,7 @@ def decode_latents(call: Call, C: gl.constexpr):
         hi_all = gl.minimum(hi, gl.minimum(limit, first + 1))
 
         m = gl.full([R], -3.0e38, gl.float32, gl.SliceLayout(0, mma))
-        zero = gl.full([VS.padded, R], 0.0, gl.float32, mma)
+        zero = gl.full([VS.padded, R], 0.0, gl.float32, latent_layout(C))
         l = _by_lanes(gl.full([C.tile, R], 0.0, gl.float32, mma), C)
         z = l
         o = ()
@@ -275,7 +352,9 @@ def decode_latents(call: Call, C: gl.constexpr):
             barrier()
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
             page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, hi, C)
-            s = _scores(k_queries, k_rings, slot, k_query, KS, C) + _scores(v_queries, v_rings, slot, v_query, VS, C)
+            z0 = _zero()
+            s = _scores(k_queries.index(z0), k_rings, slot, k_query, KS, C)
+            s += _scores(v_queries.index(z0), v_rings, slot, v_query, VS, C)
             token = tile * C.tile + t
             s = adjust(s, token, position, slopes, call.softcap, C)
             there = (token >= lo) & (token < hi)
@@ -284,7 +363,7 @@ def decode_latents(call: Call, C: gl.constexpr):
                 if C.window:
                     visible = visible & (token > position - call.window)
                 s = gl.where(visible, s, float("-inf"))
-            m, l, z, o = _accumulate(weights, v_rings, slot, s, there, (m, l, z, o), VS, C)
+            m, l, z, o = _accumulate(weights.index(z0), tops, v_rings, slot, s, there, (m, l, z, o), VS, C)
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         async_copy.wait_group(0)
 
