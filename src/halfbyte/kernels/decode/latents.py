@@ -54,7 +54,7 @@ def _operand_layout(columns, C):
 @gluon.constexpr_function
 def _at_once(S, C):
     """Words of a key that are unpacked at a time."""
-    return min(32 if C.padded_rows < 64 else 16, S.padded)
+    return min(32 if C.padded_rows < 8 * C.warps else 16, S.padded)  # as many as registers hold beside the outputs
 
 
 @gluon.constexpr_function
@@ -128,13 +128,12 @@ def _codes(rings, slot, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
-    """q . k of one tile in fp32, [tile, R], scales and offsets included. query: its sums, and the factor of scores."""
+def _dots(queries, rings, slot, sums, S: gl.constexpr, C: gl.constexpr):
+    """q . codes of one tile, [tile, R], as so many parts, of which the last products are under way. sums: of queries."""
     mma: gl.constexpr = latent_scores_layout(C)
     la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     N: gl.constexpr = S.codes_per_word
     W: gl.constexpr = _at_once(S, C)
-    sums, factor = query
     codes = _codes(rings, slot, S, C)
     zero = gl.full([C.tile, C.padded_rows], 0.0, gl.float32, mma)
     dots = ()  # chains of products: few rows have one for each code of a word, so that none waits for long
@@ -149,7 +148,14 @@ def _scores(queries, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
             q = queries.slice(j * S.padded + c * W, W, dim=1).permute([1, 0])
             dots = dots[1:] + (_product(planes[j], q, dots[0], C),)
         dots = _wait(N, dots, C)  # those of the words before: their registers are free
-    dots = _wait(0, dots, C)
+    return dots
+
+
+@gluon.jit
+def _scores(dots, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
+    """Scores in fp32, [tile, R], scales and offsets included. query: its sums, and the factor of scores."""
+    mma: gl.constexpr = latent_scores_layout(C)
+    sums, factor = query
     dot = dots[0]
     for j in gl.static_range(1, gl.constexpr(_chains(S, C))):
         dot += dots[j]
@@ -213,6 +219,8 @@ def _accumulate(weights, tops, rings, slot, s, ok, state, S: gl.constexpr, C: gl
     if S.offset:
         offset = gl.where(ok, of_tokens(rings[2], slot, 0, mma, S, C), 0.0)
     weight, added, shift = _weigh(s, scale, offset, m, S, C)
+    codes = _codes(rings, slot, S, C)
+    words = codes.slice(0, 16, dim=0).permute([1, 0]).load(la)  # of values, ahead of the barrier
     weights.store(weight.to(gl.float16))
     tops.store(_largest(weight, C))
     if C.wgmma:
@@ -243,9 +251,10 @@ def _accumulate(weights, tops, rings, slot, s, ok, state, S: gl.constexpr, C: gl
     l += added
     if S.shifted:
         z += shift
-    codes = _codes(rings, slot, S, C)
     for c in gl.static_range(gl.constexpr(C.tile // 16)):
-        planes = unpack(codes.slice(c * 16, 16, dim=0).permute([1, 0]).load(la), S)
+        planes = unpack(words, S)
+        if c + 1 < C.tile // 16:
+            words = codes.slice(c * 16 + 16, 16, dim=0).permute([1, 0]).load(la)
         w = weights.slice(c * 16, 16, dim=0)
         products = ()
         for j in gl.static_range(N):
@@ -353,8 +362,11 @@ def decode_latents(call: Call, C: gl.constexpr):
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
             page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, hi, C)
             z0 = _zero()
-            s = _scores(k_queries.index(z0), k_rings, slot, k_query, KS, C)
-            s += _scores(v_queries.index(z0), v_rings, slot, v_query, VS, C)
+            k_dots = _dots(k_queries.index(z0), k_rings, slot, k_sums, KS, C)
+            v_dots = _dots(v_queries.index(z0), v_rings, slot, v_sums, VS, C)
+            done = _wait(0, k_dots + v_dots, C)
+            s = _scores(done, k_rings, slot, k_query, KS, C)
+            s += _scores(done[gl.constexpr(_chains(KS, C)) :], v_rings, slot, v_query, VS, C)
             token = tile * C.tile + t
             s = adjust(s, token, position, slopes, call.softcap, C)
             there = (token >= lo) & (token < hi)
@@ -366,6 +378,7 @@ def decode_latents(call: Call, C: gl.constexpr):
             m, l, z, o = _accumulate(weights.index(z0), tops, v_rings, slot, s, there, (m, l, z, o), VS, C)
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         async_copy.wait_group(0)
+        o = _wait(0, o, C)
 
         item = b * call.heads + h
         merged = _whole(m, l, z, o, C)
