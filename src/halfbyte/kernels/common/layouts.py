@@ -196,7 +196,7 @@ def unpack(x, S: gl.constexpr):
 
 
 @gluon.jit
-def _unpack_values(x, S: gl.constexpr):
+def unpack_values(x, S: gl.constexpr):
     """As `unpack`, with the whole second byte as the last tensor of int4 and int2: one instruction less, undone once at the end."""
     if S.bits == 2:
         return by_pairs(
@@ -335,12 +335,12 @@ def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
         if S.halved:
             halves = gl.split(gl.permute(gl.reshape(words, [C.kv_warps, 2, 8, C.tokens]), [0, 2, 3, 1]))
             for half in gl.static_range(2):
-                n = _unpack_values(halves[half], S)
+                n = unpack_values(halves[half], S)
                 for j in gl.static_range(gl.constexpr(S.operands)):
                     pair = gl.permute(gl.join(n[j], n[j + S.operands]), [0, 3, 1, 2])
                     made = made + (gl.convert_layout(gl.reshape(pair, [C.kv_warps, 16, C.tokens]), la, assert_trivial=True),)
         else:
-            made = made + _unpack_values(words, S)
+            made = made + unpack_values(words, S)
     return made
 
 

@@ -31,6 +31,7 @@ from halfbyte.kernels.common.layouts import (
     post_scale_of,
     sum_layout,
     unpack,
+    unpack_values,
 )
 from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import Call
@@ -252,7 +253,7 @@ def _accumulate(weights, tops, rings, slot, s, ok, state, S: gl.constexpr, C: gl
     if S.shifted:
         z += shift
     for c in gl.static_range(gl.constexpr(C.tile // 16)):
-        planes = unpack(words, S)
+        planes = unpack_values(words, S)
         if c + 1 < C.tile // 16:
             words = codes.slice(c * 16 + 16, 16, dim=0).permute([1, 0]).load(la)
         w = weights.slice(c * 16, 16, dim=0)
@@ -270,10 +271,15 @@ def _whole(m, l, z, o, C: gl.constexpr):
     S: gl.constexpr = C.values
     lo: gl.constexpr = sum_layout(S, C)
     rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, lo))
+    N: gl.constexpr = S.codes_per_word
+    last = o[N - 1]  # of int4 and int2 over the whole second byte
+    for j in gl.static_range(gl.constexpr(N - S.per_byte), N - 1):
+        last -= o[j]
     scaled = ()
-    for j in gl.static_range(gl.constexpr(S.codes_per_word)):
+    for j in gl.static_range(N - 1):
         scaled = scaled + (o[j] * post_scale_of(S, j),)
-    value = gl.convert_layout(stack(scaled, S.codes_per_word), lo, assert_trivial=True)
+    scaled = scaled + (last * post_scale_of(S, N - 1),)
+    value = gl.convert_layout(stack(scaled, N), lo, assert_trivial=True)
     if S.shifted:
         value += gl.convert_layout(gl.sum(gl.sum(z, axis=1), axis=0), rows)[None, :, None]
     top = gl.convert_layout(m, rows)[None, :, None]
