@@ -14,7 +14,7 @@ import numpy as np
 
 from machine.arithmetic import Array, Lanes, Step, raw
 from machine.program import Instruction
-from machine.warps import halves_of, left_operand, numbers, registers_of, sums_of
+from machine.warps import left_operand, numbers, numbers_of, registers_of, sums_of
 
 if TYPE_CHECKING:
     from machine.block import Block
@@ -58,12 +58,12 @@ def step(one: Instruction, registers: dict[str, int]) -> Step | None:
 
 
 def _product(one: Instruction, registers: dict[str, int]) -> Step:
-    shape = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(bf16|f16)", one.name)
+    shape = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16\.f32|32\.s32)\.(bf16|f16|s8)\.(bf16|f16|s8)", one.name)
     assert shape, one.text
-    columns, kind = int(shape[1]), shape[2]
+    columns, kind = int(shape[1]), shape[3]
     into, left, descriptor, keeps_sums, *signs = one.operands
     assert isinstance(into, tuple), one.text
-    *others, turned = signs
+    *others, turned = signs if kind != "s8" else ["1", "1", "0"]
     assert others == (["1", "1"] if isinstance(left, tuple) else ["1", "1", "0"]), (
         one.text
     )  # none is negated, the left one not turned
@@ -87,8 +87,8 @@ def _product(one: Instruction, registers: dict[str, int]) -> Step:
                 made = rows @ k_by_n
                 for j in range(columns // 8):
                     names = into[4 * j : 4 * j + 4]
-                    before = sums_of([block.registers[name][mine].reshape(1, 32) for name in names]) if kept else 0
-                    for name, value in zip(names, registers_of(before + made[:, :, 8 * j : 8 * j + 8]), strict=True):
+                    before = sums_of([block.registers[name][mine].reshape(1, 32) for name in names], kind) if kept else 0
+                    for name, value in zip(names, registers_of(before + made[:, :, 8 * j : 8 * j + 8], kind), strict=True):
                         block.registers[name][mine] = value
 
             block.products.ask(warp, multiply)
@@ -105,18 +105,19 @@ def _described(descriptor: Callable[..., Array], block: Block, lanes: Lanes, war
 
 
 def _in_memory(block: Block, described: int, n: Array, turned: bool, kind: str, threads: Array) -> Array:
-    """[16, n]: an operand in shared memory, where it lies as its way to swizzle says; `turned`: neighbours in n side by side.
+    """[16, n], of bytes [32, n]: an operand in shared memory, where it lies as its way to swizzle says; `turned`: neighbours in n side by side.
 
     Eight rows lie together, each `width` bytes, and of those every 16 have a place that depends on the row.
     """
     start, lead, stride = (described & 0x3FFF) << 4, (described >> 16 & 0x3FFF) << 4, (described >> 32 & 0x3FFF) << 4
     width = {1: 128, 2: 64, 3: 32}[described >> 62]
-    k = np.arange(16)[:, None]
+    size = 1 if kind == "s8" else 2
+    k = np.arange(32 // size)[:, None]
     if turned:
         at = start + n * 2 // width * lead + n * 2 % width + k % 8 * width + k // 8 * stride
     else:
-        at = start + n // 8 * stride + n % 8 * width + k * 2
+        at = start + n // 8 * stride + n % 8 * width + k * size
     at ^= at >> 3 & (width - 16)
     pieces, place = np.unique(at // 16 * 16, return_inverse=True)
-    found = halves_of(block.shared.load(pieces, 16, np.repeat(threads[:1], pieces.size)).view(np.uint32), kind).reshape(-1, 8)
-    return found[place.reshape(at.shape), at % 16 // 2]
+    found = numbers_of(block.shared.load(pieces, 16, np.repeat(threads[:1], pieces.size)).view(np.uint32), kind).reshape(-1, 16 // size)
+    return found[place.reshape(at.shape), at % 16 // size]

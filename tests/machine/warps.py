@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from machine.block import Block
 
 LANE = np.arange(32)
+#: What products are summed in, where it is not fp32.
+_SUMS = {"s8": np.int32}
 
 
 def _warps(values: Array, lanes: Array) -> Array:
@@ -138,31 +140,30 @@ def move_matrix(one: Instruction, registers: dict[str, int]) -> Step:
     return run
 
 
-def halves_of(words: Array, kind: str) -> Array:
-    """The two numbers of each register, [.., 2] in float64."""
+def numbers_of(words: Array, kind: str) -> Array:
+    """The two numbers of each register, or four of bytes, [.., 2 or 4] in float64."""
+    if kind == "s8":
+        return np.ascontiguousarray(words).view(np.int8).reshape(*words.shape, 4).astype(np.float64)
     both = np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, 2)
     return (bf16(both) if kind == "bf16" else both.view(np.float16)).astype(np.float64)
 
 
 def left_operand(words: list[Array], kind: str) -> Array:
-    """[warps, 16, 16] from four registers [warps, 32]: rows 0 and 8, then the same of columns 8 to 15."""
-    found = np.empty((words[0].shape[0], 16, 16))
-    for i, word in enumerate(words):
-        halves = halves_of(word, kind).reshape(-1, 8, 8)
-        found[:, i % 2 * 8 : i % 2 * 8 + 8, i // 2 * 8 : i // 2 * 8 + 8] = halves
-    return found
+    """[warps, 16, 16 (bytes: 32)] from four registers [warps, 32]: rows 0 and 8, then the same of the second half of columns."""
+    parts = [numbers_of(word, kind).reshape(words[0].shape[0], 8, -1) for word in words]
+    return np.block([[parts[0], parts[2]], [parts[1], parts[3]]])
 
 
-def sums_of(words: list[Array]) -> Array:
-    """[warps, 16, 8] from four fp32 registers [warps, 32]."""
-    values = np.stack([np.ascontiguousarray(word).view(np.float32) for word in words], -1)
+def sums_of(words: list[Array], kind: str = "") -> Array:
+    """[warps, 16, 8] from four registers [warps, 32] of fp32, or of integers where products are of bytes."""
+    values = np.stack([np.ascontiguousarray(word).view(_SUMS.get(kind, np.float32)) for word in words], -1)
     return values.reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8).astype(np.float64)
 
 
-def registers_of(sums: Array) -> Array:
+def registers_of(sums: Array, kind: str = "") -> Array:
     """The reverse: [4, warps * 32] bits."""
     with np.errstate(over="ignore"):
-        values = sums.astype(np.float32).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)
+        values = sums.astype(_SUMS.get(kind, np.float32)).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)
     return np.ascontiguousarray(values).view(np.uint32).reshape(4, -1)
 
 
@@ -177,7 +178,7 @@ def product(one: Instruction, registers: dict[str, int]) -> Step:
     def run(block: Block, lanes: Lanes) -> None:
         threads = numbers(lanes, block)
         left, right, sums = ([_warps(read(block, lanes), threads) for read in reads] for reads in (a, b, c))
-        k_by_n = np.concatenate([halves_of(word, kind).reshape(-1, 8, 8) for word in right], 2).swapaxes(1, 2)
+        k_by_n = np.concatenate([numbers_of(word, kind).reshape(-1, 8, 8) for word in right], 2).swapaxes(1, 2)
         with np.errstate(invalid="ignore", over="ignore"):
             found = registers_of(sums_of(sums) + left_operand(left, kind) @ k_by_n)
         for name, value in zip(into, found, strict=True):

@@ -56,7 +56,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
         recent_tokens=p.recent_tokens,
     )
     if p.latent:
-        return latents(spec, p, num_sms, limit)
+        return latents(spec, p, num_sms, limit, supports_wgmma(capability))
     dim = max(p.dim, p.value_dim)
     if spec.padded_rows * dim <= MOST_NUMBERS:
         return fastest(spec, p, num_sms, limit)

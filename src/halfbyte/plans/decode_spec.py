@@ -179,6 +179,11 @@ class DecodeLatentSpec(DecodeSpec):
         return 1
 
     @property
+    def wgmma_values(self) -> bool:
+        """Whether products with values are those of warp groups, too: they take as long for 16 rows as for 64."""
+        return self.wgmma and self.padded_rows > 16
+
+    @property
     def score_warps(self) -> int:
         """Warps that divide a tile's tokens, 16 at a time."""
         return min(self.warps, self.tile // 16)

@@ -53,7 +53,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 @gluon.constexpr_function
 def latent_layout(C):
     """Outputs over latents: dims are the M axis, which warps divide, query rows the N axis."""
-    if C.wgmma:
+    if C.wgmma_values:
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, C.padded_rows, 16])
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, 8])
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, view
@@ -30,12 +30,22 @@ from halfbyte.kernels.common.layouts import (
     lengths_layout,
     post_scale_of,
     sum_layout,
-    unpack,
     unpack_values,
 )
 from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import Call
-from halfbyte.kernels.decode.loads import fetch, first_slope, make_rings, page_of_tile, place_of, powers_of
+from halfbyte.kernels.decode.latents_scores import (
+    chains,
+    dots,
+    make_queries,
+    operand_layout,
+    product,
+    right_operand,
+    scores,
+    store_query,
+    wait,
+)
+from halfbyte.kernels.decode.loads import fetch, first_slope, make_rings, page_of_tile, place_of
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, stack, write_partial, write_rows
 from halfbyte.kernels.decode.rotation import rotate_rows
 from halfbyte.kernels.decode.softmax import adjust, log2_of
@@ -43,130 +53,10 @@ from halfbyte.kernels.decode.wgmma_operands import load_rows, of_tokens
 from halfbyte.kernels.decode.work_split import next_work_item, partition, visible_keys, work_item_at
 
 
-@gluon.constexpr_function
-def _operand_layout(columns, C):
-    """Rows of 16-byte pieces, of up to 128 bytes before the pattern begins anew."""
-    pieces = min(8, columns // 8)
-    if C.wgmma:
-        return gl.NVMMASharedLayout(swizzle_byte_width=16 * pieces, element_bitwidth=16, rank=2)
-    return gl.SwizzledSharedLayout(8, max(1, 8 // pieces), pieces, [1, 0])
-
-
-@gluon.constexpr_function
-def _at_once(S, C):
-    """Words of a key that are unpacked at a time."""
-    return min(32 if C.padded_rows < 8 * C.warps else 16, S.padded)  # as many as registers hold beside the outputs
-
-
-@gluon.constexpr_function
-def _chains(S, C):
-    return S.codes_per_word if C.padded_rows == 16 else 1
-
-
-@gluon.constexpr_function
-def _query_dtype(S):
-    return gl.bfloat16 if S.kind == "bf16" else gl.float16
-
-
 @gluon.jit
 def _zero():
     """0, which only the assembler knows: addresses behind it are computed where they are needed, and take no registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _product(a, b, sums, C: gl.constexpr):
-    """sums + a b, under way: a in registers, b in shared memory."""
-    if C.wgmma:
-        return warpgroup_mma(a, b, sums, is_async=True)
-    else:
-        return mma_v2(a, b.load(gl.DotOperandLayout(1, sums.type.layout, 2)), sums)
-
-
-@gluon.jit
-def _wait(under_way: gl.constexpr, sums, C: gl.constexpr):
-    """A tuple of sums, once all but so many products are done."""
-    if C.wgmma:
-        if len(sums) == 1:
-            return (warpgroup_mma_wait(under_way, deps=sums),)
-        else:
-            return warpgroup_mma_wait(under_way, deps=sums)
-    else:
-        return sums
-
-
-@gluon.jit
-def _store_query(memory, x, S: gl.constexpr, C: gl.constexpr):
-    """Query rows as operands in shared memory, [rows, codes of a word, words]. Returns their sums, and a factor of scores.
-
-    For fp16 operands all rows are multiplied by the power of two that puts the largest number of all at 2^8.
-    """
-    if S.codes_per_word == 1:
-        memory.store(x.to(memory.dtype))
-        sums = gl.sum(x.to(gl.float32), axis=1)
-        down = 1.0
-    else:
-        x = x.to(gl.float32)
-        largest = gl.abs(x)
-        largest = gl.where(largest < float("inf"), largest, 0.0)  # else one infinity would make all other rows 0
-        up, down = powers_of(gl.max(gl.max(largest, axis=1), axis=0))
-        x = (x * up).to(gl.float16)
-        sums = gl.sum(x.to(gl.float32), axis=1)
-        x = gl.reshape(x, [C.padded_rows, S.padded, S.codes_per_word])
-        if S.per_byte > 1:  # what masking in place multiplies a code by
-            j = gl.arange(0, S.codes_per_word, layout=gl.SliceLayout(0, gl.SliceLayout(1, x.type.layout)))[None, None, :]
-            over = gl.exp2(j % S.per_byte * (-1.0 * S.bits))
-            x = (x.to(gl.float32) * over).to(gl.float16)
-        memory.store(gl.reshape(gl.permute(x, [0, 2, 1]), [C.padded_rows, S.padded * S.codes_per_word]))
-    return gl.convert_layout(sums, gl.SliceLayout(0, latent_scores_layout(C)))[None, :], down
-
-
-@gluon.jit
-def _codes(rings, slot, S: gl.constexpr, C: gl.constexpr):
-    """A tile's codes in shared memory, [tile, words]."""
-    shape: gl.constexpr = [C.tile, S.padded]
-    return view(rings[0], slot, gl.int16, shape, code_ring_layout(S.padded, 2))
-
-
-@gluon.jit
-def _dots(queries, rings, slot, sums, S: gl.constexpr, C: gl.constexpr):
-    """q . codes of one tile, [tile, R], as so many parts, of which the last products are under way. sums: of queries."""
-    mma: gl.constexpr = latent_scores_layout(C)
-    la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    N: gl.constexpr = S.codes_per_word
-    W: gl.constexpr = _at_once(S, C)
-    codes = _codes(rings, slot, S, C)
-    zero = gl.full([C.tile, C.padded_rows], 0.0, gl.float32, mma)
-    dots = ()  # chains of products: few rows have one for each code of a word, so that none waits for long
-    for j in gl.static_range(gl.constexpr(_chains(S, C))):
-        if j == 0 and S.kind == "signed":
-            dots = dots + (zero - sums * (128.0 / 16777216.0),)
-        else:
-            dots = dots + (zero,)
-    for c in gl.static_range(gl.constexpr(S.padded // W)):
-        planes = unpack(codes.slice(c * W, W, dim=1).load(la), S)
-        for j in gl.static_range(N):
-            q = queries.slice(j * S.padded + c * W, W, dim=1).permute([1, 0])
-            dots = dots[1:] + (_product(planes[j], q, dots[0], C),)
-        dots = _wait(N, dots, C)  # those of the words before: their registers are free
-    return dots
-
-
-@gluon.jit
-def _scores(dots, rings, slot, query, S: gl.constexpr, C: gl.constexpr):
-    """Scores in fp32, [tile, R], scales and offsets included. query: its sums, and the factor of scores."""
-    mma: gl.constexpr = latent_scores_layout(C)
-    sums, factor = query
-    dot = dots[0]
-    for j in gl.static_range(1, gl.constexpr(_chains(S, C))):
-        dot += dots[j]
-    if S.scale == "token":
-        s = dot * (of_tokens(rings[1], slot, 0, mma, S, C) * (factor * S.step))
-    else:
-        s = dot * (factor * S.step)
-    if S.offset:
-        s += of_tokens(rings[2], slot, 0, mma, S, C) * (sums * factor)
-    return s
 
 
 @gluon.jit
@@ -220,11 +110,12 @@ def _accumulate(weights, tops, rings, slot, s, ok, state, S: gl.constexpr, C: gl
     if S.offset:
         offset = gl.where(ok, of_tokens(rings[2], slot, 0, mma, S, C), 0.0)
     weight, added, shift = _weigh(s, scale, offset, m, S, C)
-    codes = _codes(rings, slot, S, C)
+    shape: gl.constexpr = [C.tile, S.padded]
+    codes = view(rings[0], slot, gl.int16, shape, code_ring_layout(S.padded, 2))
     words = codes.slice(0, 16, dim=0).permute([1, 0]).load(la)  # of values, ahead of the barrier
     weights.store(weight.to(gl.float16))
     tops.store(_largest(weight, C))
-    if C.wgmma:
+    if C.wgmma_values:
         fence_async_shared()
     barrier()
     top = gl.max(tops.load(gl.BlockedLayout([C.warps], [32], [C.warps], [0])), axis=0)
@@ -246,7 +137,7 @@ def _accumulate(weights, tops, rings, slot, s, ok, state, S: gl.constexpr, C: gl
         o = scaled
         weight, added, shift = _weigh(s, scale, offset, m, S, C)
         weights.store(weight.to(gl.float16))
-        if C.wgmma:
+        if C.wgmma_values:
             fence_async_shared()
         barrier()
     l += added
@@ -256,12 +147,12 @@ def _accumulate(weights, tops, rings, slot, s, ok, state, S: gl.constexpr, C: gl
         planes = unpack_values(words, S)
         if c + 1 < C.tile // 16:
             words = codes.slice(c * 16 + 16, 16, dim=0).permute([1, 0]).load(la)
-        w = weights.slice(c * 16, 16, dim=0)
+        w = right_operand(weights.slice(c * 16, 16, dim=0), o[0], C.wgmma_values)
         products = ()
         for j in gl.static_range(N):
-            products = products + (_product(planes[j], w, o[j], C),)
-        o = _wait(N, products, C)
-    o = _wait(0, o, C)
+            products = products + (product(planes[j], w, o[j], C.wgmma_values),)
+        o = wait(N, products, C.wgmma_values)  # those of the tokens before: their registers are free
+    o = wait(0, o, C.wgmma_values)
     return m, l, z, o
 
 
@@ -294,13 +185,12 @@ def decode_latents(call: Call, C: gl.constexpr):
     VS: gl.constexpr = C.values
     mma: gl.constexpr = latent_scores_layout(C)
     R: gl.constexpr = C.padded_rows
-    k_dim: gl.constexpr = KS.padded * KS.codes_per_word
     v_dim: gl.constexpr = VS.padded * VS.codes_per_word
     k_rings = make_rings(KS, C)
     v_rings = make_rings(VS, C)
-    k_queries = gl.allocate_shared_memory(_query_dtype(KS), [1, R, k_dim], _operand_layout(k_dim, C))
-    v_queries = gl.allocate_shared_memory(gl.float16, [1, R, v_dim], _operand_layout(v_dim, C))
-    weights = gl.allocate_shared_memory(gl.float16, [1, C.tile, R], _operand_layout(R, C))
+    k_queries = make_queries(KS, C)
+    v_queries = make_queries(VS, C)
+    weights = gl.allocate_shared_memory(gl.float16, [1, C.tile, R], operand_layout(R, 16, C.wgmma_values))
     tops = gl.allocate_shared_memory(gl.int32, [C.warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
     ok = at < call.batch
@@ -336,8 +226,8 @@ def decode_latents(call: Call, C: gl.constexpr):
             k_scale = k_scale * gl.load(call.k.scales).to(gl.float32)
         if VS.scale == "tensor":
             v_scale = v_scale * gl.load(call.v.scales).to(gl.float32)
-        k_sums, k_down = _store_query(k_queries.index(0), rotary, KS, C)
-        v_sums, v_down = _store_query(v_queries.index(0), latent, VS, C)
+        k_sums, k_down = store_query(k_queries.index(0), rotary, KS, C)
+        v_sums, v_down = store_query(v_queries.index(0), latent, VS, C)
         if C.wgmma:
             fence_async_shared()
         k_query = k_sums, k_down * k_scale
@@ -368,11 +258,15 @@ def decode_latents(call: Call, C: gl.constexpr):
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
             page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, hi, C)
             z0 = _zero()
-            k_dots = _dots(k_queries.index(z0), k_rings, slot, k_sums, KS, C)
-            v_dots = _dots(v_queries.index(z0), v_rings, slot, v_sums, VS, C)
-            done = _wait(0, k_dots + v_dots, C)
-            s = _scores(done, k_rings, slot, k_query, KS, C)
-            s += _scores(done[gl.constexpr(_chains(KS, C)) :], v_rings, slot, v_query, VS, C)
+            k_dots = dots(k_queries.index(z0), k_rings, slot, k_sums, KS, C)
+            if C.padded_rows > 32:  # registers hold sums of one side
+                s = scores(wait(0, k_dots, C.wgmma), k_rings, slot, k_query, KS, C)
+                v_dots = wait(0, dots(v_queries.index(z0), v_rings, slot, v_sums, VS, C), C.wgmma)
+            else:
+                done = wait(0, k_dots + dots(v_queries.index(z0), v_rings, slot, v_sums, VS, C), C.wgmma)
+                s = scores(done, k_rings, slot, k_query, KS, C)
+                v_dots = done[gl.constexpr(chains(KS, C)) :]
+            s += scores(v_dots, v_rings, slot, v_query, VS, C)
             token = tile * C.tile + t
             s = adjust(s, token, position, slopes, call.softcap, C)
             there = (token >= lo) & (token < hi)
@@ -384,7 +278,7 @@ def decode_latents(call: Call, C: gl.constexpr):
             m, l, z, o = _accumulate(weights.index(z0), tops, v_rings, slot, s, there, (m, l, z, o), VS, C)
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         async_copy.wait_group(0)
-        o = _wait(0, o, C)
+        o = wait(0, o, C.wgmma_values)
 
         item = b * call.heads + h
         merged = _whole(m, l, z, o, C)
