@@ -105,7 +105,8 @@ def _described(descriptor: Callable[..., Array], block: Block, lanes: Lanes, war
 
 
 def _in_memory(block: Block, described: int, n: Array, turned: bool, kind: str, threads: Array) -> Array:
-    """[16, n], of bytes [32, n]: an operand in shared memory, where it lies as its way to swizzle says; `turned`: neighbours in n side by side.
+    """[16, n], of bytes [32, n]: an operand in shared memory, where it lies as its way to swizzle says; `turned`: neighbours in n
+    side by side.
 
     Eight rows lie together, each `width` bytes, and of those every 16 have a place that depends on the row.
     """
@@ -119,5 +120,6 @@ def _in_memory(block: Block, described: int, n: Array, turned: bool, kind: str, 
         at = start + n // 8 * stride + n % 8 * width + k * size
     at ^= at >> 3 & (width - 16)
     pieces, place = np.unique(at // 16 * 16, return_inverse=True)
-    found = numbers_of(block.shared.load(pieces, 16, np.repeat(threads[:1], pieces.size)).view(np.uint32), kind).reshape(-1, 16 // size)
+    words = block.shared.load(pieces, 16, np.repeat(threads[:1], pieces.size)).view(np.uint32)
+    found = numbers_of(words, kind).reshape(-1, 16 // size)
     return found[place.reshape(at.shape), at % 16 // size]

@@ -247,6 +247,7 @@ def many_rows(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> D
 
 # --------------------------------------------------------------------------------------------------------------------- latents
 
+
 class LatentTiles(NamedTuple):
     """What a program over latents (MLA) may be compiled for, besides stages."""
 

@@ -90,14 +90,12 @@ def store_query(memory, x, S: gl.constexpr, C: gl.constexpr):
         P: gl.constexpr = S.per_byte
         dims: gl.constexpr = S.padded * S.codes_per_word
         x = x.to(gl.float32)
-        largest = gl.abs(x)
-        up, down = powers_of(gl.max(gl.where(largest < float("inf"), largest, 0.0), axis=1))
-        down = down * (1.0 / 32.0) + gl.sum(x * 0.0, axis=1)
-        x = x * (up * 32.0)[:, None]
-        n = (x + gl.where(x < 0.0, -0.5, 0.5)).to(gl.int32)
+        bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # of the largest; infinity and NaN are above all
+        up, down = powers_of(bits.to(gl.float32, bitcast=True))
+        down = gl.where(bits < 0x7F800000, down * (1.0 / 32.0), float("nan"))
+        n = (x * (up * 32.0)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000  # rounded by an addition of 3 * 2^22
         sums = gl.sum(n, axis=1).to(gl.float32)
-        upper = (n + 128) >> 8
-        both = gl.join(upper.to(gl.int8), (n - (upper << 8)).to(gl.int8))
+        both = gl.join(((n + 128) >> 8).to(gl.int8), n.to(gl.int8))
         both = gl.permute(gl.reshape(both, [R // 8, 8, dims // P, P, 2]), [0, 4, 1, 3, 2])
         memory.store(gl.reshape(both, [2 * R, dims]))
         return gl.convert_layout(sums, over_rows)[None, :], gl.convert_layout(down, over_rows)[None, :]
