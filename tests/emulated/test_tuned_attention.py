@@ -214,6 +214,19 @@ def test_lse_is_within_its_stated_bound(keys: str, rotated: bool, offset: float,
     assert (error <= lse_bound(multiplied, stored, 2**-11 if rotated else 0)).all()
 
 
+@pytest.mark.parametrize("outlier", [1.0, 300.0])
+def test_lse_over_latents_is_within_its_stated_bound(outlier: float) -> None:
+    """One number of a query far above the others, which bytes round to its size."""
+    call = build(Case(Variant("int8", "int4", group=16, batch=1, **LATENT), 1, (100,)), "cpu")
+    call.q[..., 7] *= outlier
+    _, lse = _attend(call, ORDERS[0])
+    stored = torch.cat([read(side, call.cache.lengths, None)[:, :, :100] for side in (call.cache.values, call.cache.keys)], -1)
+    q, stored = call.q.double() * call.options["sm_scale"], stored.double()
+    error = (lse.double() - (q @ stored.mT).logsumexp(-1)).abs()
+    rounding = 2**-14 * q.abs().amax(-1) * stored.abs().sum(-1).max()
+    assert (error <= lse_bound(q, stored) + rounding).all()
+
+
 @pytest.mark.parametrize("hidden", [float("inf"), 1e30])
 def test_a_token_of_a_tail_is_in_no_other_score(hidden: float) -> None:
     """Not of tokens behind it, where `starts` hides it, and not of those before, for a query that must not see it."""

@@ -109,8 +109,9 @@ def decode_attention(
 
     The error of lse is at most (D + 8) * 2^-24 * S, where S is 1 plus the largest sm_scale * sum |q_i * k_i| of a visible key (both
     rotated, if they are) plus the ALiBi term: scores are fp32 sums, so a common offset of -5e5 costs tenths of a nat. Kernels round
-    a rotated query to 16 bits, which adds 2^-11 * S, over bf16 keys 2^-9 * S, to the error of scores and lse. `reference` and wider
-    queries only round lse to float32.
+    a rotated query to 16 bits, which adds 2^-11 * S, over bf16 keys 2^-9 * S, to the error of scores and lse; over latents Hopper's
+    rounds to 2^-14 of a query's largest number, which adds 2^-14 * sm_scale * max |q_i| * sum |k_i|. `reference` and wider queries
+    only round lse to float32.
 
     Raises `InvalidArgument` naming the argument at fault. The algorithm is FlashDecoding's online softmax over blocks of tokens.
     """

@@ -247,26 +247,8 @@ def many_rows(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int) -> D
 
 # --------------------------------------------------------------------------------------------------------------------- latents
 
-
-class LatentTiles(NamedTuple):
-    """What a program over latents (MLA) may be compiled for, besides stages."""
-
-    spec: type[DecodeLatentSpec]
-    rows: int  # of a work item at most
-    warps: int
-    tile: int
-    per_sm: int
-
-
-#: By what was measured on an H200 on 2026-11-29, the fastest first. Warp groups take 64 dims of each code of a word.
-_LATENT_TILES = (
-    LatentTiles(DecodeLatentWgmmaSpec, 64, 8, 64, 1),
-    LatentTiles(DecodeLatentWgmmaSpec, 32, 8, 128, 1),
-    LatentTiles(DecodeLatentWgmmaSpec, 16, 4, 64, 2),
-    LatentTiles(DecodeLatentSpec, 32, 8, 128, 1),
-    LatentTiles(DecodeLatentSpec, 16, 4, 64, 2),
-    LatentTiles(DecodeLatentSpec, 16, 4, 64, 1),
-)
+#: Query rows of a work item over latents (MLA) at most.
+LATENT_ROWS = 32
 
 
 def latents(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int, wgmma: bool) -> DecodePlan | str:
@@ -279,17 +261,17 @@ def latents(base: DecodeSpec, p: DecodeProblem, num_sms: int, limit: int, wgmma:
     if grouped or values.codes_per_word == 1 or _dims(base) != (p.dim, p.value_dim):
         which = f"latents (MLA) in {p.values}, rotary keys in {p.keys}"
         return f"{which}: the tuned kernel takes no groups, channels or 16-bit latents, and dims that are powers of two"
-    tiles = [one for one in _LATENT_TILES if not one.spec.wgmma or (wgmma and 16 * one.warps <= values.padded)]
-    most = max(one.rows for one in tiles)
-    if p.queries > most:
-        return f"latents (MLA) with {p.queries} new tokens; the tuned kernel takes {most}"
-    least = min(one.rows for one in tiles)
-    for one, stages in product(tiles, (4, 3, 2)):
-        heads = max((n for n in range(1, p.group + 1) if p.group % n == 0 and n * p.queries <= one.rows), default=0)
+    if p.queries > LATENT_ROWS:
+        return f"latents (MLA) with {p.queries} new tokens; the tuned kernel takes {LATENT_ROWS}"
+    few = (16, 4, 32, 2) if values.bits <= 4 else (16, 8, 16, 1)  # measured on 2026-11-29
+    for most, warps, tokens, per_sm in ((32, 8, 16, 1), few, (16, 4, 16, 2), (16, 4, 16, 1)):
+        heads = max((n for n in range(1, p.group + 1) if p.group % n == 0 and n * p.queries <= most), default=0)
         rows = heads * p.queries
-        sizes = {"warps": one.warps, "tokens": one.tile // one.warps, "stages": stages, "rows": rows, "padded_rows": one.rows}
-        shape = Shape(one.spec(**vars(base) | sizes | {"heads": 1}), one.per_sm)
-        if rows > one.rows // 2 * (one.rows > least) and shape.fits(limit):
+        tiles = {"warps": warps, "tokens": tokens, "stages": 2, "rows": rows, "padded_rows": most, "heads": 1}
+        # Warp groups take 64 dims of each code of a word; for 16 rows only their products of bytes are faster.
+        by_groups = wgmma and (values.kind in ("signed", "unsigned") if most == 16 else 16 * warps <= values.padded)
+        shape = Shape((DecodeLatentWgmmaSpec if by_groups else DecodeLatentSpec)(**vars(base) | tiles), per_sm)
+        if rows > most // 2 * (most > 16) and shape.fits(limit):
             return _planned(shape, p, num_sms, limit)
     return f"latents (MLA) in {p.values} take more than the {limit} bytes of shared memory that this GPU has"
 

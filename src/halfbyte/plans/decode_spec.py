@@ -184,11 +184,6 @@ class DecodeLatentSpec(DecodeSpec):
         return self.wgmma and self.padded_rows > 16
 
     @property
-    def score_warps(self) -> int:
-        """Warps that divide a tile's tokens, 16 at a time."""
-        return min(self.warps, self.tile // 16)
-
-    @property
     def equal_parts(self) -> bool:
         return True  # memory is reinterpreted as a whole only
 

@@ -53,20 +53,20 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 @gluon.constexpr_function
 def latent_layout(C):
     """Outputs over latents: dims are the M axis, which warps divide, query rows the N axis."""
-    if C.wgmma_values:
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, C.padded_rows, 16])
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, 8])
+    return _latent_mma(C, C.wgmma_values)
 
 
 @gluon.constexpr_function
 def latent_scores_layout(C):
-    """Scores over latents: tokens are the M axis; warps that a tile has no tokens for divide the query rows."""
-    over = C.warps // C.score_warps
-    if C.wgmma:
-        return gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[C.score_warps, over], instr_shape=[16, C.padded_rows // over, 16]
-        )
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.score_warps, over], instr_shape=[16, 8])
+    """Scores over latents: tokens are the M axis."""
+    return _latent_mma(C, C.wgmma)
+
+
+@gluon.constexpr_function
+def _latent_mma(C, wgmma):
+    if wgmma:
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, C.padded_rows, 16])
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, 8])
 
 
 @gluon.constexpr_function

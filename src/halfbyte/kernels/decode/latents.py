@@ -1,14 +1,15 @@
 """Decode attention over latents (MLA) in Gluon: each latent is copied once, and read as a key and as a value.
 
     s[t, r] = sum_d c[t, d] q[r, d] + sum_e k[t, e] q[r, D + e]        c: latents, k: rotary keys
-    p[t, r] = exp2(s - m)                                              m: running maximum, by row
+    p[t, r] = exp2(s - m)                                              m: a maximum that moves in steps, by row
     o[d, r] += sum_t c[t, d] (p[t, r] * scale[t])
 
 Query heads share one KV head. A work item is up to 32 query rows of a sequence; to the host more heads are several KV heads, all
 in the same memory (decode/launch.py). Codes enter the MMA unconverted, as in decode/mma.py, tokens or dims as its M axis, rows as
-N. A latent has 512 dims, so no warp holds all of the output: for scores, warps divide the tokens of a tile; for outputs, its dims.
-Weights go from one to the other through shared memory, where queries stay, too. Work items, shares of programs, and the sums of
-partial results are those of decode/mma.py.
+N; on Hopper products of warp groups are under way while the next codes are unpacked (latents_scores.py). A latent has 512 dims, so
+no warp holds all of the output: for scores, warps divide the tokens of a tile; for outputs, its dims. Weights go from one to the
+other through shared memory, where queries stay, too. Work items, shares of programs, and the sums of partial results are those of
+decode/mma.py.
 """
 
 # ruff: noqa: RUF005, SIM108, E741, B007
@@ -62,7 +63,7 @@ def _zero():
 @gluon.jit
 def _by_lanes(x, C: gl.constexpr):
     """Sums over the tokens that a lane holds: [warps, 8, R]."""
-    x = gl.reshape(x, [C.tile // (16 * C.score_warps), C.score_warps, 2, 8, C.padded_rows])
+    x = gl.reshape(x, [C.tile // (16 * C.warps), C.warps, 2, 8, C.padded_rows])
     return gl.sum(gl.sum(x, axis=2), axis=0)
 
 
@@ -85,11 +86,10 @@ def _weigh(s, scale, offset, m, S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _largest(weight, C: gl.constexpr):
     """The largest number of each warp, as the bits of fp32: [warps]."""
-    over: gl.constexpr = C.warps // C.score_warps
     x = weight.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
-    x = gl.reshape(x, [C.tile // (16 * C.score_warps), C.score_warps, 2, 8, over, C.padded_rows // (8 * over), 4, 2])
-    x = gl.max(gl.max(gl.max(gl.max(x, axis=7), axis=5), axis=2), axis=0)  # of each lane: [warps, 8, warps over rows, 4]
-    return gl.reshape(gl.max(gl.max(x, axis=3), axis=1), [C.warps])
+    x = gl.reshape(x, [C.tile // (16 * C.warps), C.warps, 2, 8, C.padded_rows // 8, 4, 2])
+    x = gl.max(gl.max(gl.max(gl.max(x, axis=6), axis=4), axis=2), axis=0)  # of each lane: [warps, 8, 4]
+    return gl.max(gl.max(x, axis=2), axis=1)
 
 
 @gluon.jit
@@ -259,14 +259,9 @@ def decode_latents(call: Call, C: gl.constexpr):
             page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, hi, C)
             z0 = _zero()
             k_dots = dots(k_queries.index(z0), k_rings, slot, k_sums, KS, C)
-            if C.padded_rows > 32:  # registers hold sums of one side
-                s = scores(wait(0, k_dots, C.wgmma), k_rings, slot, k_query, KS, C)
-                v_dots = wait(0, dots(v_queries.index(z0), v_rings, slot, v_sums, VS, C), C.wgmma)
-            else:
-                done = wait(0, k_dots + dots(v_queries.index(z0), v_rings, slot, v_sums, VS, C), C.wgmma)
-                s = scores(done, k_rings, slot, k_query, KS, C)
-                v_dots = done[gl.constexpr(chains(KS, C)) :]
-            s += scores(v_dots, v_rings, slot, v_query, VS, C)
+            done = wait(0, k_dots + dots(v_queries.index(z0), v_rings, slot, v_sums, VS, C), C.wgmma)
+            s = scores(done, k_rings, slot, k_query, KS, C)
+            s += scores(done[gl.constexpr(chains(KS, C)) :], v_rings, slot, v_query, VS, C)
             token = tile * C.tile + t
             s = adjust(s, token, position, slopes, call.softcap, C)
             there = (token >= lo) & (token < hi)

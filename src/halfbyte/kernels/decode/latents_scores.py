@@ -38,9 +38,8 @@ def in_bytes(S, C):
 
 @gluon.constexpr_function
 def _at_once(S, C):
-    """Words of a token that are unpacked at a time: as many as registers hold beside the outputs."""
-    words = 32 if C.padded_rows < 8 * C.warps else 16
-    return min(2 * words // S.per_byte if in_bytes(S, C) else words, S.padded)
+    """Words of a token that are unpacked at a time."""
+    return min(64 // S.per_byte if in_bytes(S, C) else 32, S.padded)
 
 
 @gluon.constexpr_function
@@ -52,10 +51,7 @@ def chains(S, C):
 @gluon.constexpr_function
 def _byte_sums_layout(C):
     """As `latent_scores_layout`, of integers: each eight rows twice, with upper and with lower bytes of queries."""
-    over = C.warps // C.score_warps
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[C.score_warps, over], instr_shape=[16, 2 * C.padded_rows // over, 32]
-    )
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps, 1], instr_shape=[16, 2 * C.padded_rows, 32])
 
 
 @gluon.constexpr_function
