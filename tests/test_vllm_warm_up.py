@@ -72,6 +72,13 @@ class Layer:
                 self.attend_codes(cache, cu_seqlens, most, self.q[rows], new, out[rows])
 
 
+@pytest.fixture(autouse=True)
+def _first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was compiled in this process, and no linear layer waits to be."""
+    monkeypatch.setattr("halfbyte.vllm.warm_up._compiled", set())
+    monkeypatch.setattr("halfbyte.vllm.warm_up._linears", [])
+
+
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> Variants:
     recorded = pretend_compiler(monkeypatch)
