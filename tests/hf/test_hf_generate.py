@@ -261,6 +261,13 @@ def test_copies_and_files(build, prompt):
     torch.save(cache, stream)
     stream.seek(0)
     others = [copy.deepcopy(cache), torch.load(stream, weights_only=False)]
+    stream.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match=r"halfbyte\.hf\.cache\.PackedCache"):
+        torch.load(stream, weights_only=True)
+    of_layer = io.BytesIO()
+    torch.save(cache.layers[0].kv, of_layer)
+    of_layer.seek(0)
+    assert torch.equal(torch.load(of_layer, weights_only=True).keys.codes, cache.layers[0].kv.keys.codes)
     expected = _logits(model, ids[:, :3], cache)
     for other in others:
         assert torch.equal(_logits(copy.deepcopy(model), ids[:, :3], other), expected)

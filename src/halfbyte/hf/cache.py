@@ -60,6 +60,9 @@ class PackedCache(Cache):  # type: ignore[misc]
     dtype             the 16-bit type of what stays in 16 bits; None: float16 for a float16 model, else bfloat16
 
     Raises `Unsupported`, with the reason, for models whose attention cannot read packed data.
+
+    `torch.save` writes it whole; `torch.load` needs `weights_only=False`. The error without it is torch's own, which stops at the
+    name of the class, before any code of halfbyte runs. The `kv` of a layer, a `KVCache`, is read with `weights_only=True`.
     """
 
     #: Whether `generate()` made it for one call, and may reuse it unless the call returns it.
