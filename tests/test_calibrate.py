@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte import cli, hf
+from command_line import run
+from halfbyte import hf
 from halfbyte.cache_plan import LayerFormats, read_plan
 from halfbyte.calibrated_keys import read_calibration
 from halfbyte.engine import page_layouts
@@ -207,12 +208,6 @@ def test_sink_and_recent_tokens_are_measured_with_the_formats(shipped: Any, ids:
 
 
 # -------------------------------------------------------------------------------------------------------- the command line
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(arguments))
-    return int(left.value.code or 0)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import halfbyte
+from command_line import run
 from halfbyte import cli, hf, memory, settings
 from halfbyte.cli import inspect, models
 from halfbyte.cli.shared import human_bytes
@@ -24,13 +25,6 @@ from halfbyte_lab import bench_model
 from halfbyte_lab.evaluate import evaluate
 from halfbyte_lab.measure import records
 from halfbyte_lab.measure.environment import Environment
-
-
-def run(*arguments: str) -> int:
-    """The exit code of `halfbyte ...` in this process."""
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(arguments))
-    return int(left.value.code or 0)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["memory", "--help"], ["bench", "decode", "--help"]])

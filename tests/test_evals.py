@@ -16,10 +16,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from command_line import run
+
 sys.path.insert(0, str(Path(__file__).parent / "hf"))
 import tiny_models
 
-from halfbyte import cli
 from halfbyte.cli.shared import parse_layers
 from halfbyte.device import describe
 from halfbyte.errors import CheckpointError, InvalidArgument
@@ -328,12 +329,6 @@ def test_writing_is_the_models_own_greedy_text(shipped: Any) -> None:
     assert ours == tokenizer.decode(theirs[0, ids.shape[1] :].tolist())
     drawn = ["".join(models.write(model, tokenizer, prompt, Setting(), 40, temperature=1.0, seed=s)) for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(arguments))
-    return int(left.value.code or 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_oss", "gpt2"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from halfbyte import cli
+from command_line import run
 from halfbyte.errors import InvalidArgument
 from halfbyte.hf.text import ByteTokenizer, _FromTransformers, heldout_text
 from halfbyte_lab.evals import model as models
@@ -111,12 +111,6 @@ def test_what_ruins_a_cache_is_seen(shipped: Any) -> None:
     _, text = long_context(model, settings[0], made, None, model, lambda: seen.append(0))
     assert len(seen) == made.steps
     assert long_context(model, settings[0], made, text, model)[0].parted == base.parted
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(arguments))
-    return int(left.value.code or 0)
 
 
 @pytest.mark.slow

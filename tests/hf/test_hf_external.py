@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte.hf as hf
 from checkpoint_files import KINDS, gptq
+from command_line import run
 from fuzz import load_damaged
-from halfbyte import cli, errors
+from halfbyte import errors
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.nn import FusedProjections, QuantLinear, fuse_qkv
@@ -304,13 +305,6 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- the command line
-
-
-def run(*arguments: str) -> int:
-    """The exit code of `halfbyte ...` in this process."""
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(arguments))
-    return int(left.value.code or 0)
 
 
 @pytest.fixture

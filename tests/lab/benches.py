@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from halfbyte.device import Device
@@ -17,3 +20,13 @@ WHERE = Environment("fake", "", 1, {"torch": "2"}, "", "halfbyte bench", "2026-0
 
 def quick(device: Device = CPU, **options: Any) -> Session:
     return Session(Options(quick=True, threads=1, **options), device)
+
+
+def make_tables() -> ModuleType:
+    """scripts/make_tables.py anew: it remembers what it has read."""
+    spec = importlib.util.spec_from_file_location("make_tables", Path(__file__).parents[2] / "scripts" / "make_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

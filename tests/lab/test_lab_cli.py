@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import command_line
 from halfbyte import cli as halfbyte_cli
 from halfbyte_lab import bench
 from halfbyte_lab.measure import records
@@ -18,11 +20,7 @@ from halfbyte_lab.measure import records
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str) -> int:
-    """The exit code of `python -m halfbyte_lab ...` in this process."""
-    with pytest.raises(SystemExit) as left:
-        bench.main(list(arguments))
-    return int(left.value.code or 0)
+run = partial(command_line.run, command=bench.main)
 
 
 @pytest.mark.parametrize(

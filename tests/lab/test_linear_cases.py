@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benches import BRIEF, CPU, WHERE, quick
+from benches import BRIEF, CPU, WHERE, make_tables, quick
 
 import halfbyte
 from halfbyte.device import Device
@@ -439,15 +438,6 @@ def test_the_shipped_weights_are_repeated_to_the_shape() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------- told
-
-
-def make_tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_tables", Path(__file__).parents[2] / "scripts" / "make_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def some_records() -> list[Record]:

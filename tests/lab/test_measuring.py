@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,11 +14,10 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from benches import BRIEF, CPU, GPU, quick
+from benches import BRIEF, CPU, GPU, make_tables, quick
 
 from halfbyte import device as device_module
 from halfbyte.cache import KVCache
@@ -667,15 +665,6 @@ def test_records_of_bars_come_back(tmp_path: Path) -> None:
     assert records.read(path).records == [measured_case(), record()]
     old = {k: v for k, v in json.loads(record().to_json()).items() if k not in ("case", "bars", "note", "alone", "peer")}
     assert Record.from_json(json.dumps(old)) == record()  # files of before there were bars
-
-
-def make_tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_tables", Path(__file__).parents[2] / "scripts" / "make_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_tables_and_chart_come_from_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

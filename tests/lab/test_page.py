@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from halfbyte import cli
+from command_line import run
 from halfbyte.errors import InvalidArgument
 from halfbyte_lab import bench, suites
 from halfbyte_lab.cases import figures
@@ -54,12 +54,6 @@ def attention(times: float = 1.0, where: Environment = GPU) -> list[Record]:
         ours = rec("int4", times * batch * 1e-6, shape=shape, case=case, environment=where, **rate)
         found += [peer, dataclasses.replace(ours, peer="torch sdpa flash", peer_seconds=peer.seconds)]
     return found
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(arguments))
-    return int(left.value.code or 0)
 
 
 # -------------------------------------------------------------------------------------------------------------- before and after

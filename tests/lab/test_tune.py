@@ -6,12 +6,14 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import command_line
 import halfbyte
 from halfbyte.cli import app as halfbyte_app
 from halfbyte.device import H200, describe, sm_shared_memory
@@ -534,12 +536,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
 # ------------------------------------------------------------------------------------------------------------- command line
 
 
-def run(*arguments: str) -> int:
-    try:
-        bench.main(list(arguments))
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+run = partial(command_line.run, command=bench.main)
 
 
 def test_the_command_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
