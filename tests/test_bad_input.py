@@ -197,6 +197,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "paged append: counts too long": (kv(one, counts=ints(1, 1, 1), into=PagedKVCache), "counts has shape"),
     "paged append: counts negative": (kv(one, counts=ints(-1, 1), into=PagedKVCache), "counts runs from -1"),
     # -- the rest of a cache
+    "paged: more pages than int32 counts": (lambda: PagedKVCache(1, 1, 64, 64, pages=2**31), "pages=2147483648"),
+    "crop: beyond 64 bits": (lambda: cache().crop(2**63 + 1), "length="),
     "crop: -1": (lambda: cache().crop(-1), "length=-1"),
     "crop: a negative entry": (lambda: cache().crop(ints(1, -1)), "length="),
     "crop: a fraction": (lambda: cache().crop(2.5), "length"),  # type: ignore[arg-type]

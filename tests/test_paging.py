@@ -64,8 +64,8 @@ def test_shared_pages_are_copied_before_they_are_written(keys: str) -> None:
         c.append(k, v)
         c.reorder(torch.tensor([0, 0, 0]))
     assert cache.free_pages == 12 - 2  # all three hold the same two pages
-    for step, counts in enumerate([[1, 0, 1], [0, 30, 1], [25, 5, 31]]):
-        more = tokens(3, 2, 31, 64, step + 5)  # each sequence goes its own way
+    for step, counts in enumerate([[1, 0, 0], [0, 1, 1], [0, 30, 1], [25, 5, 30]]):
+        more = tokens(3, 2, max(counts), 64, step + 5)  # each sequence goes its own way
         for c in (cache, alone):
             c.append(*more, torch.tensor(counts))
         assert_same(cache, alone)
