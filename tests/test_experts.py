@@ -18,6 +18,7 @@ from halfbyte.ops import _linear_on_gpu
 from halfbyte.ops import experts_linear as one
 from halfbyte.ops.experts_linear import EXPERTS, experts_of_parts
 from halfbyte.ops.experts_mlp import EXPERTS_MLP, MlpCall, Projection, experts_mlp
+from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.experts import experts_linear as reference
 from halfbyte.tensors import QuantTensor, expected_parts
@@ -145,15 +146,15 @@ def unstored(name: str, *shape: int, act_order: bool = False) -> QuantTensor:
 @pytest.mark.parametrize(
     ("first", "last", "tokens", "half", "ran"),
     [
-        ("int4_g128", "int4_g128", 8192, torch.bfloat16, ["run_both_wgmma"]),
-        ("int4_g128", "int4_g128", 16384, torch.bfloat16, ["run_both"]),
-        ("int4_g128", "int4_g128", 16384, torch.float16, ["run_both_wgmma"]),
-        ("int4_g128", "int4_g32", 4096, torch.bfloat16, ["run_wgmma", "run_wgmma"]),  # in blocks of 64 and of 32 pairs
-        ("int4_g128", "nf4_dq", 4096, torch.bfloat16, ["run_wgmma", "run"]),  # codes that the grouped kernel does not read
-        ("nf4_dq", "nf4_dq", 4096, torch.bfloat16, ["run_both"]),
-        ("int4_g64 act-order", "int4_g64 act-order", 4096, torch.bfloat16, ["run_both"]),
-        ("int4_g64", "int4_g64 act-order", 4096, torch.bfloat16, ["run_wgmma", "run"]),
-        ("int4_g64 act-order", "int4_g64 act-order", 1024, torch.bfloat16, ["run_wgmma", "run_wgmma"]),
+        ("int4_g128", "int4_g128", 16384, torch.bfloat16, ["both", "codes", "codes"]),
+        ("int4_g128", "int4_g32", 4096, torch.float16, ["both", "codes", "codes"]),
+        ("int4_g128", "nf4", 1792, torch.bfloat16, ["one", "codes", "one", "codes"]),  # in blocks of 128 and of 256 pairs
+        ("int4_g128", "nf4", 128, torch.bfloat16, ["one", "codes", "one", "codes"]),  # in blocks of 32, but by two kernels
+        ("int4_g128", "int4_g32", 128, torch.bfloat16, ["both", "codes", "codes"]),
+        ("int4_g128", "nf4_dq", 4096, torch.bfloat16, ["both", "codes", "values"]),  # codes that the tuned kernel does not read
+        ("nf4_dq", "nf4_dq", 4096, torch.bfloat16, ["both", "values", "values"]),
+        ("int4_g64 act-order", "int4_g64 act-order", 4096, torch.bfloat16, ["both", "values", "values"]),
+        ("int4_g64 act-order", "int4_g64 act-order", 1024, torch.bfloat16, ["one", "codes", "one", "codes"]),
     ],
 )
 def test_what_runs_the_prompts_of_an_h200(
@@ -164,8 +165,12 @@ def test_what_runs_the_prompts_of_an_h200(
     monkeypatch.setattr(one, "gpu", lambda _: H200)
     monkeypatch.setattr(_linear_on_gpu, "gpu", lambda _: H200)
     monkeypatch.setattr(_linear_on_gpu, "_plan", _linear_on_gpu._plan.__wrapped__)
-    for name in ("run", "run_both", "run_wgmma", "run_both_wgmma"):
-        monkeypatch.setattr(one._experts_prompt, name, lambda *_, name=name: seen.append(name))
+
+    def kinds(*ways: GemmPlan | int) -> list[str]:
+        return ["codes" if isinstance(way, GemmPlan) else "values" for way in ways]
+
+    monkeypatch.setattr(one._experts_prompt, "run", lambda _, way, out: seen.extend(["one", *kinds(way)]))
+    monkeypatch.setattr(one._experts_prompt, "run_both", lambda up, down, ways, out: seen.extend(["both", *kinds(*ways)]))
     x, ids = (torch.empty(tokens, n, dtype=dtype, device="meta") for n, dtype in ((256, half), (8, torch.int64)))
     up = unstored(first.split()[0], 128, 512, 256, act_order="act" in first)
     down = unstored(last.split()[0], 128, 256, 256, act_order="act" in last)

@@ -14,15 +14,13 @@ from halfbyte.device import GPU, H200, Capability
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.compiling import CAPABILITIES, Configuration, empty, empty_weight, of_capability, recorded
 from halfbyte.kernels.dequantize import launch_experts
-from halfbyte.kernels.linear import experts as portable
-from halfbyte.kernels.linear import experts_prompt, experts_sort, experts_wgmma, mma
+from halfbyte.kernels.linear import experts_prompt, experts_sort, experts_wgmma, kernel_of, portable
 from halfbyte.kernels.linear.ring import Routed, stack_of
-from halfbyte.plans.gemm_mma import mma_plan
+from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_portable import portable_tiles
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
-from halfbyte.plans.gemm_wgmma import wgmma_plan
-from halfbyte.plans.weight_spec import multiple
+from halfbyte.plans.gemm_wgmma import PairsSpec
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 _OAI = Activation("silu", 1.702, 7.0, 1.0)
@@ -79,28 +77,25 @@ _PROMPTS = (
 )
 
 
-#: (format, tokens, both projections) of the grouped kernel, whose results are the next one's x: blocks of 32 and of 64 pairs.
-_GROUPED = (
-    *((name, tokens, _QWEN, half) for name in WEIGHT_FORMATS for tokens, half in ((384, "fp16"), (512, ""))),
-    *(("mxfp4", tokens, _OSS, "") for tokens in (128, 512)),
-    *((name, tokens, _LITE, "") for name in ("int4_g128", "int8_g128") for tokens in (256, 512)),
+#: (format, tokens, both projections, what else) of the kernels over sorted pairs: blocks of 32 to 256.
+_SORTED = (
+    *((name, tokens, _QWEN, half) for name in WEIGHT_FORMATS for tokens, half in ((384, "fp16"), (512, ""), (2048, ""))),
+    *(("mxfp4", tokens, _OSS, "") for tokens in (128, 256, 512, 2048)),
+    *((name, 256, _LITE, "") for name in ("int4_g128", "int8_g128")),
 )
-#: Those that spill although they do not put results into the order of the next projection.
-_SPILLING = (("int4_sym_g64", "fp16", ""),)
 
 
 def configurations() -> Iterator[Configuration]:
     """The cases' launches, which are the same on every GPU of 132 SMs; the tuned kernel's on an H100."""
     yield from _prompts()
-    yield from _grouped()
+    yield from _sorted()
     for name, tokens, (experts, top_k, features, width, activation, options) in _CASES:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
-        tiles = portable_tiles(_problem(call), H200)
-        table = (None, None) if tiles.inline else (empty(tokens * top_k), empty(experts + 1))
-        given = (call.new_result(), tiles, table, empty(1, dtype=torch.float32), empty(1))
-        why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
-        full = _name("experts", name, tokens, call, options)
-        yield from recorded(full, partial(portable.launch, call, *given), may_spill=why)
+        tiles, pairs = portable_tiles(_problem(call), H200), tokens * top_k
+        y = empty(pairs, features // (1 if activation is None else 2), dtype=call.x.dtype)
+        given = ([call.x], [call.weight], [call.bias], [y], tiles, empty(1, dtype=torch.float32), empty(1))
+        launch = partial(portable.launch, *given, empty(1 + tiles.blocks, 4), empty(pairs), activation)
+        yield from recorded(_name("experts", name, tokens, call, options), launch, may_spill="tiles were chosen for sm_90")
     for case in _TUNED:
         yield from _tuned(*case, (9, 0))
     for case, capability in product(_ELSEWHERE, CAPABILITIES):
@@ -112,50 +107,54 @@ def _tuned(name: str, tokens: int, projection: Any, capability: Capability) -> I
     """What a projection by the tuned kernel would compile on a GPU of 132 SMs."""
     experts, top_k, features, width, activation, options = projection
     call = _call(name, tokens, experts, top_k, features, width, activation, options)
-    plan = mma_plan(_problem(call, ids_early=call.gates is not None), GPU("", 132, capability), use_pdl=True)
+    plan = tuned_gemm(_problem(call, ids_early=call.gates is not None), GPU("", 132, capability), use_pdl=True)
     if not isinstance(plan, GemmPlan):
         return
     full, workspace = _name("tuned-experts", name, tokens, call, options), (empty(1, dtype=torch.float32), empty(1))
     full, why = (full, "") if capability == (9, 0) else (f"{full}-{of_capability(capability)}", "tiles were chosen for sm_90")
     weights, routed = stack_of(call.weight, call.bias, call.new_result()), Routed(call.ids, call.gates, experts)
-    for launch in mma.launches(call.x, weights, plan, *workspace, routed=routed):
+    for launch in kernel_of(plan).launches(call.x, weights, plan, *workspace, routed=routed):
         yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
 
 
-def _grouped() -> Iterator[Configuration]:
-    for name, tokens, projections, half in _GROUPED:
+def _sorted() -> Iterator[Configuration]:
+    for name, tokens, projections, half in _SORTED:
         up, down = (_call(name, tokens, *one[:5], f"{one[5]} {half}") for one in projections)
-        first, last = (wgmma_plan(_problem(call), H200, use_pdl=True) for call in (up, down))
+        first, last = (tuned_gemm(_problem(call), H200, use_pdl=True) for call in (up, down))
         if isinstance(first, str) or isinstance(last, str):
             continue
-        pairs, (features, width) = up.ids.numel(), down.weight.shape[1:]
-        x, y = (empty(pairs + first.spec.block_m, k, dtype=up.x.dtype) for k in (up.weight.shape[2], features))
-        inner, table = x.new_empty(len(x), multiple(width, last.spec.chunk)), empty(1 + first.blocks, 4)
-        onward = replace(first, spec=replace(first.spec, epilogue=replace(first.spec.epilogue, order=last.spec)))
-        full = _name("grouped-experts", name, tokens, up, half)
-        yield from recorded(full, partial(experts_wgmma.sorted_rows, up.x, empty(pairs), empty(pairs), first.spec), targets=(90,))
-        launches = ("", up, x, first, inner), ("-onward", up, x, onward, inner), ("-last", down, inner, last, y)
-        why = "8 bytes with Triton 3.7, none with 3.6: mostly where results are put into the order of the next projection"
-        for kind, call, given, plan, out in launches:
-            launch = partial(experts_wgmma.launch, call, given, table, plan, out)
-            spills = kind == "-onward" or (name, half, kind) in _SPILLING
-            yield from recorded(full + kind, launch, targets=(90,), may_spill=why if spills else "")
+        full, few = _name("sorted-experts", name, tokens, up, half), isinstance(first.spec, PairsSpec)
+        cases = [("", up, first), ("-last", down, last)]
+        if few:
+            gather = partial(experts_wgmma.sorted_rows, up.x, empty(up.ids.numel()), first.spec)
+            yield from recorded(full, gather, targets=(90,))
+            epilogue = replace(first.spec.epilogue, order=last.spec)
+            cases.append(("-onward", up, replace(first, spec=replace(first.spec, epilogue=epilogue))))
+        for kind, call, plan in cases:
+            x, y = (empty(call.ids.numel(), k, dtype=call.x.dtype) for k in (call.weight.shape[2], call.weight.shape[1]))
+            stack, blocks = stack_of(call.weight, call.bias, y), empty(1 + plan.blocks, 4)
+            workspace = (call.weight.shape[2], blocks) if few else (None, None, None, blocks)
+            for launch in kernel_of(plan).launches(x, stack, plan, *workspace):
+                why = "8 bytes with Triton 3.7, none with 3.6" if few else ""
+                yield from recorded(full + kind, launch, targets=(90,), may_spill=why)
 
 
 def _prompts() -> Iterator[Configuration]:
     for experts, top_k in ((128, 8), (32, 4)):
-        pairs, columns = 8192 * top_k, experts_sort.bins(experts)
-        given = (empty(pairs // experts_sort.BLOCK, columns), empty(pairs), empty(experts + 1), empty(pairs), empty(columns))
+        pairs = 8192 * top_k
+        given = (*(empty(n) for n in (pairs, pairs, experts + 1, pairs)),)
         launch = partial(experts_sort.launch, empty(pairs, dtype=torch.int64), *given)
         yield from recorded(f"experts-sort-{experts}", launch)
-        for block in (32, 64):
+        for block in (32, 256):
             listed = recorded(f"experts-sort-{experts}-{block}", partial(launch, empty(experts + pairs // block, 4), block))
             yield from listed[-1:]  # the others are the same
+        few = partial(experts_sort.launch, empty(256, dtype=torch.int64), *(empty(n) for n in (256, 256, experts + 1, 256)))
+        yield from recorded(f"experts-sort-{experts}-few", partial(few, empty(experts + 16, 4), 16))
     for name, (experts, top_k, features, width, activation, options) in _PROMPTS:
         call = _call(name, 8192, experts, top_k, features, width, activation, options)
         pairs, y = empty(8192 * top_k), empty(8192 * top_k, features, dtype=torch.bfloat16)
         full = _name("experts-prompt", name, 8192, call, options)
-        gather = partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16), pairs)
+        gather = partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16))
         yield from recorded(full, gather)
         yield from recorded(full, partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
         if call.gates is None:

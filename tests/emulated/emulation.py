@@ -21,7 +21,6 @@ from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem
-from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.reference.experts import ExpertsCall
 from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
@@ -115,29 +114,29 @@ def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = Fal
 
 
 def mix_both(up: ExpertsCall, down: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False) -> torch.Tensor:
-    """Both projections of a prompt by the grouped kernel; down's x is left out."""
-    plans = [wgmma_plan(_problem_of(call._replace(x=up.x)), GPU("", num_sms, (9, 0)), use_pdl=True) for call in (up, down)]
-    if refused := [plan for plan in plans if isinstance(plan, str)]:
-        raise Refused(refused[0])
+    """Both projections of a prompt by the tuned kernel; down's x is left out."""
+    first, last = (tuned_gemm(_problem_of(call._replace(x=up.x)), GPU("", num_sms, (9, 0)), use_pdl=True) for call in (up, down))
+    if isinstance(first, str) or isinstance(last, str):
+        raise Refused(f"{first}; {last}")
     with _sorted_by_torch(), machine(order, backwards):
         out = down.new_result()
-        _experts_prompt.run_both_wgmma(up, down, tuple(plans), out)
+        _experts_prompt.run_both(up, down, (first, last), out)
     return out
 
 
 def _sorted_by_torch() -> AbstractContextManager[Any]:
     """Pairs of prompts are sorted by plain Triton, which the interpreter runs (`tests/interpreted`); here by torch."""
 
-    def pairs(ids: torch.Tensor, experts: int, table: torch.Tensor, block: int) -> _experts_prompt.SortedPairs:
+    def pairs(ids: torch.Tensor, experts: int, block: int) -> _experts_prompt.SortedPairs:
         flat = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
         found, order = flat.sort(stable=True)
         starts = torch.searchsorted(found, torch.arange(experts + 1)).int()
         blocks = -(-starts.diff() // block)
         owners = torch.arange(experts).repeat_interleave(blocks)
-        table.fill_(12345677)  # what is no block may be anything
+        table = torch.full((1 + ids.numel() // block + experts, 4), 12345677, dtype=torch.int32)  # what is no block may be anything
         table[0] = len(owners)
         rows = torch.stack((torch.arange(experts), blocks.cumsum(0) - blocks, starts[:-1], starts[1:]), 1)
         table[1 : 1 + len(owners)] = rows[owners]
-        return _experts_prompt.SortedPairs(order.int(), starts, found.int())
+        return _experts_prompt.SortedPairs(order.int(), order.argsort().int(), starts, found.int(), table)
 
     return mock.patch.object(_experts_prompt, "sorted_pairs", pairs)

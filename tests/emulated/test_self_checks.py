@@ -82,7 +82,7 @@ def test_experts_check_themselves(tokens: int) -> None:
         if not isinstance(plan.spec, MmaSpec) and gates is not None:
             pytest.skip("the sum over experts of a prompt is plain Triton")
         with _sorted_by_torch(), machine(ORDERS[0]):
-            (experts_op._run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run_wgmma)(*args)
+            (experts_op._run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run)(*args)
 
     assert small_calls.experts_error(call, problem, plan, run) <= 0.5
 

@@ -13,10 +13,10 @@ from triton.runtime.jit import JITFunction
 from experts_cases import ACTIVATIONS, IDS, OAI, Mixture, normal, routed, stack
 from halfbyte.device import H200
 from halfbyte.ops import _experts_prompt
+from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_mma import MOST_TOKENS, block_rows
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
-from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 
@@ -60,14 +60,17 @@ CASES = (
     Case("mxfp4", 40, 2, (4, 36, 2112), "gates bias fp16"),
     Case("nvfp4", 1, 2, (2, 66, 1344), "gates"),
     Case("nvfp4", 12, 2, (2, 32, 576), activation=ACTIVATIONS[1]),
-    Case("int4_g128", 70, 2, (3, 270, 768), activation=ACTIVATIONS[1]),  # prompts from here on: blocks of 64 pairs
+    Case("int4_g128", 70, 2, (3, 270, 768), activation=ACTIVATIONS[1]),  # prompts from here on
     Case("int4_g32", 66, 2, (4, 140, 1152), "gates bias", num_sms=1),
     Case("nf4", 65, 1, (2, 130, 1088), "fp16", num_sms=8),
     Case("mxfp4", 65, 3, (5, 132, 704), "bias", OAI),
-    Case("nvfp4", 65, 2, (7, 136, 576), "bias fp16", ACTIVATIONS[3]),  # of 32
+    Case("nvfp4", 65, 2, (7, 136, 576), "bias fp16", ACTIVATIONS[3]),
     Case("int8_col", 65, 1, (3, 40, 544), "gates"),
     Case("int4_g128", 80, 1, (3, 40, 640)),  # scales of odd rows are loaded
     Case("int4_sym_g32", 66, 2, (4, 36, 352), "gates fp16"),
+    Case("int4_g128", 66, 1, (4, 140, 640)),  # few pairs an expert
+    Case("int4_sym_g128", 130, 1, (2, 40, 256)),  # blocks of 128 pairs
+    Case("nf4", 200, 1, (2, 40, 320)),  # of 256
 )
 
 
@@ -96,7 +99,7 @@ def test_mixtures_keep_their_promise(case: Case) -> None:
         ("mxfp4", "mxfp4", 160, torch.bfloat16),  # columns between the results and the next whole step
         ("int8_col", "int4_g64", 192, torch.float16),
         ("nf4", "int8_g128", 128, torch.bfloat16),
-        ("mxfp4", "int4_g32", 96, torch.float16),  # in blocks of 32 pairs
+        ("nvfp4", "int4_g32", 96, torch.float16),
     ],
 )
 def test_rows_of_prompts_stay_sorted_between_projections(first: str, last: str, inner: int, half: torch.dtype) -> None:
@@ -133,10 +136,10 @@ def test_no_id_is_an_expert(gated: bool, times: int, name: str) -> None:
     assert not mix(case, ORDERS[0]).any()
 
 
-@pytest.mark.parametrize("tokens", [33, 130])
-def test_one_expert_takes_all(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "experts"), [(33, 4), (130, 4), (130, 8)])  # by the kernels for few, many and some pairs
+def test_one_expert_takes_all(tokens: int, experts: int) -> None:
     ids = torch.full((tokens, 1), 2)
-    check(Mixture(normal(tokens, 256).bfloat16(), stack("int4_sym_g128", 4, 64, 256), ids, torch.rand(tokens, 1)), 3)
+    check(Mixture(normal(tokens, 256).bfloat16(), stack("int4_sym_g128", experts, 64, 256), ids, torch.rand(tokens, 1)), 3)
 
 
 def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
@@ -171,9 +174,8 @@ def test_act_order_and_strides(tokens: int) -> None:
 
 
 def test_what_the_kernel_refuses() -> None:
-    refused = [("int4_g32", 513, "up to 256"), ("int4_g64", 1025, "up to 512"), ("nf4_dq", 1, "portable kernel only")]
-    for weight, tokens, why in refused:
-        case = Mixture(normal(tokens, 128).bfloat16(), stack(weight, 2, 32, 128), routed(tokens, 1, 2))
+    for weight, tokens, why in (("mxfp4", 65, "exceed fp16"), ("nf4_dq", 1, "portable kernel only")):
+        case = Mixture(normal(tokens, 128).half(), stack(weight, 2, 32, 128), routed(tokens, 1, 2))
         with pytest.raises(Refused, match=why):
             mix(case, ORDERS[0])
 
@@ -184,10 +186,10 @@ def test_very_many_pairs_fit_into_grids(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(JITFunction, "run", lambda *_, grid, **more: grids.append(grid))
     x, ids = torch.empty(1 << 18, 256, dtype=torch.half, device="meta"), torch.empty(1 << 18, 1, dtype=torch.int64, device="meta")
     weight = stack("int4_g128", 2, 32, 256).to("meta")
-    plan = wgmma_plan(GemmProblem(((weight.format, 32),), len(ids), 256, "fp16", Routing(2, 1)), H200, use_pdl=True)
+    plan = tuned_gemm(GemmProblem(((weight.format, 32),), len(ids), 256, "fp16", Routing(2, 1)), H200, use_pdl=True)
     assert isinstance(plan, GemmPlan)
     call = ExpertsCall(x, weight, ids)
-    _experts_prompt.run_wgmma(call, plan, call.new_result())
+    _experts_prompt.run(call, plan, call.new_result())
     assert len(grids) == 6  # three of the sort, then x, the product and results
     assert all(n < 1 << 16 for grid in grids for n in grid[1:])
 

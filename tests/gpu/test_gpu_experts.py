@@ -189,7 +189,7 @@ def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
     for seed in range(20):
         generator = torch.Generator(PLACE.device).manual_seed(seed)
         ids = torch.randint(-1, experts + 2, (pairs, 1), generator=generator, device=PLACE.device)
-        order, starts, found = sorted_pairs(ids, experts)
+        order, _, starts, found, _ = sorted_pairs(ids, experts)
         keys, expected = ids.flatten().masked_fill((ids.flatten() < 0) | (ids.flatten() >= experts), experts).sort(stable=True)
         assert torch.equal(order.long(), expected)
         assert torch.equal(found.long(), keys)

@@ -1,4 +1,4 @@
-"""Mixtures for prompts: pairs sorted by expert, then a grouped GEMM over codes, or over experts dequantized some rows at a time.
+"""Mixtures of experts: pairs sorted by expert, then a GEMM over codes, or over experts dequantized some rows at a time.
 
 The latter takes x in bf16, of a multiple of 8 columns. Nothing is empty, and nothing waits for the device. Memory: that of the
 dequantized rows, and of x and their products for each pair.
@@ -13,112 +13,143 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.ops._linear_on_gpu import contiguous
+from halfbyte.ops._linear_on_gpu import contiguous, portable_workspace
 from halfbyte.plans.gemm_plan import GemmPlan
-from halfbyte.plans.gemm_spec import WgmmaSpec
+from halfbyte.plans.gemm_portable import PortableTiles
+from halfbyte.plans.gemm_wgmma import PairsSpec
 from halfbyte.reference.experts import ExpertsCall
-from halfbyte.tensors import QuantTensor
+
+#: How sorted pairs are multiplied: over codes by the tuned or the portable kernel, or over so many rows of each expert, even, that
+#: are dequantized at a time.
+Way = GemmPlan | PortableTiles | int
 
 
 class SortedPairs(NamedTuple):
     """The pairs of a token and an expert sorted by expert, those of none last; int32, and never on the host.
 
     order [S]       which pair stands at each place
+    place [S]       where each pair stands
     starts [E + 1]  where each expert's pairs begin
     experts [S]     their experts, E for none
+    blocks          the list of their blocks, see `experts_sort`; None without
     """
 
     order: torch.Tensor
+    place: torch.Tensor
     starts: torch.Tensor
     experts: torch.Tensor
+    blocks: torch.Tensor | None
 
 
-def sorted_pairs(ids: torch.Tensor, experts: int, table: torch.Tensor | None = None, block: int = 1) -> SortedPairs:
-    """The pairs of `ids` [T, top_k], those of an expert in their order; table: their blocks, see `experts_sort`."""
+def sorted_pairs(ids: torch.Tensor, experts: int, block: int = 0) -> SortedPairs:
+    """The pairs of `ids` [T, top_k], those of an expert in their order, and the list of blocks of so many, if any."""
     from halfbyte.kernels.linear import experts_sort
 
-    flat, columns = ids.reshape(-1), experts_sort.bins(experts)
+    flat = ids.reshape(-1)
     new = functools.partial(flat.new_empty, dtype=torch.int32)
-    pairs = SortedPairs(new(len(flat)), new(experts + 1), new(len(flat)))
-    experts_sort.launch(flat, new(-(-len(flat) // experts_sort.BLOCK), columns), *pairs, new(columns), table, block)
+    blocks = new(1 + len(flat) // block + min(len(flat), experts), 4) if block else None
+    pairs = SortedPairs(new(len(flat)), new(len(flat)), new(experts + 1), new(len(flat)), blocks)
+    experts_sort.launch(flat, *pairs, block)
     return pairs
 
 
-def run(call: ExpertsCall, rows: int, out: torch.Tensor) -> None:
-    """One projection: `rows` of each expert at a time, even."""
-    from halfbyte.kernels.linear.experts_prompt import combine
-
-    pairs = sorted_pairs(call.ids, call.weight.shape[0])
+def run(call: ExpertsCall, way: Way, out: torch.Tensor) -> None:
+    """One projection."""
+    pairs = sorted_pairs(call.ids, call.weight.shape[0], block(way))
     call = _contiguous(call)
-    x, place = _gathered(call, pairs)
-    for first, y in _products(x, call.weight, pairs, rows):
-        combine(call, y, place, first, out)
+    x, order = _rows(call, way, pairs)
+    _multiply_and_combine(call, way, x, order, pairs, pairs.place, out)
 
 
-def run_both(up: ExpertsCall, down: ExpertsCall, rows: tuple[int, int], out: torch.Tensor) -> None:
+def run_both(up: ExpertsCall, down: ExpertsCall, ways: tuple[Way, Way], out: torch.Tensor) -> None:
     """`down` of what `up` gives, whose rows stay sorted in between: ids are sorted once, and rows are moved at both ends only."""
-    from halfbyte.kernels.linear.experts_prompt import combine
-
-    pairs = sorted_pairs(up.ids, up.weight.shape[0])
+    pairs = sorted_pairs(up.ids, up.weight.shape[0], max(block(way) for way in ways))
     up, down = _contiguous(up), _contiguous(down)
-    x, place = _gathered(up, pairs)
-    inner = x.new_empty(len(x), down.weight.shape[2])
-    by_expert = up._replace(ids=pairs.experts.unsqueeze(1))
-    for first, y in _products(x, up.weight, pairs, rows[0]):
-        combine(by_expert, y, None, first, inner)
-    for first, y in _products(inner, down.weight, pairs, rows[1]):
-        combine(down, y, place, first, out)
+    x, order = _rows(up, ways[0], pairs)
+    if isinstance(ways[0], int):
+        inner = x.new_empty(len(x), down.weight.shape[2])
+        _multiply_and_combine(up._replace(ids=pairs.experts.unsqueeze(1)), ways[0], x, order, pairs, None, inner)
+    else:
+        inner = _product(up, _onto(ways[0], ways[1]), x, order, pairs)
+    _multiply_and_combine(down, ways[1], inner, None, pairs, pairs.place, out)
 
 
-def run_wgmma(call: ExpertsCall, plan: GemmPlan, out: torch.Tensor) -> None:
-    """One projection by the grouped kernel over codes."""
-    x, place, table = _gathered_in_order(call, plan)
-    _multiply_and_combine(call, plan, x, place, table, out)
+def block(way: Way) -> int:
+    """The pairs of a block of the list that a kernel needs; 0: none."""
+    return 0 if isinstance(way, int) else way.spec.block_m if isinstance(way, GemmPlan) else way.block_m
 
 
-def run_both_wgmma(up: ExpertsCall, down: ExpertsCall, plans: tuple[GemmPlan, GemmPlan], out: torch.Tensor) -> None:
-    """As `run_both`, by the grouped kernel over codes."""
-    from halfbyte.kernels.linear.experts_wgmma import launch
-
-    first, last = plans
-    x, place, table = _gathered_in_order(up, first)
-    width, chunk = down.weight.shape[2], last.spec.chunk
-    inner = x.new_empty(len(x), -(-width // chunk) * chunk)
-    inner[:, -(-width // 64) * 64 :].zero_()
-    launch(_contiguous(up), x, table, _in_order_of(first, last), inner)
-    _multiply_and_combine(down, last, inner, place, table, out)
+def permuting(way: Way) -> PairsSpec | None:
+    """The block of a kernel that takes x with k in the order of its operands."""
+    return way.spec if isinstance(way, GemmPlan) and isinstance(way.spec, PairsSpec) else None
 
 
-def _in_order_of(plan: GemmPlan, last: GemmPlan) -> GemmPlan:
-    """The plan whose results are the x of `last`, in its order."""
-    assert isinstance(plan.spec, WgmmaSpec)
-    assert isinstance(last.spec, WgmmaSpec)
-    return replace(plan, spec=replace(plan.spec, epilogue=replace(plan.spec.epilogue, order=last.spec)))
+def _onto(way: GemmPlan | PortableTiles, last: Way) -> GemmPlan | PortableTiles:
+    """With results as the kernel of the next projection takes its x."""
+    order = permuting(last)
+    if order is None or not isinstance(way, GemmPlan):
+        return way
+    return replace(way, spec=replace(way.spec, epilogue=replace(way.spec.epilogue, order=order)))
 
 
-def _gathered_in_order(call: ExpertsCall, plan: GemmPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x of each pair, sorted and in the kernel's order; where each pair went [S]; and the table of blocks."""
-    from halfbyte.kernels.linear.experts_wgmma import sorted_rows
+def _rows(call: ExpertsCall, way: Way, pairs: SortedPairs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [rows, K], and in which order the portable kernel reads it; for others x of each pair, sorted."""
+    from halfbyte.kernels.linear.experts_prompt import gather
 
-    assert isinstance(plan.spec, WgmmaSpec)
-    x, ids = call.x.reshape(-1, call.x.shape[-1]), call.ids.contiguous()
-    table = ids.new_empty(1 + plan.blocks, 4, dtype=torch.int32)
-    order = sorted_pairs(ids, call.weight.shape[0], table, plan.spec.block_m).order
-    place = torch.empty_like(order)
-    return sorted_rows(x if x.stride(-1) == 1 else x.contiguous(), order, place, plan.spec), place, table
+    x = call.x.reshape(-1, call.x.shape[-1])
+    if isinstance(way, PortableTiles):
+        return x, pairs.order
+    if spec := permuting(way):
+        from halfbyte.kernels.linear.experts_wgmma import sorted_rows
+
+        return sorted_rows(x, pairs.order, spec), None
+    out = x.new_empty(len(pairs.order), x.shape[1])
+    gather(call, pairs.order, out)
+    return out, None
 
 
 def _multiply_and_combine(
-    call: ExpertsCall, plan: GemmPlan, x: torch.Tensor, place: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+    call: ExpertsCall,
+    way: Way,
+    x: torch.Tensor,
+    order: torch.Tensor | None,
+    pairs: SortedPairs,
+    place: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
-    """out, of sorted rows in the kernel's order."""
+    """out, of x in an order; place: see `combine`."""
     from halfbyte.kernels.linear.experts_prompt import combine
-    from halfbyte.kernels.linear.experts_wgmma import launch
 
-    call = _contiguous(call)
-    y = x.new_empty(len(place), call.weight.shape[1] // plan.spec.epilogue.halves)
-    launch(call, x, table, plan, y)
-    combine(call._replace(bias=None, activation=None), y, place, 0, out)
+    if isinstance(way, int):
+        for first, y in _dequantized_products(call, way, x, pairs):
+            combine(call, y, place, first, out)
+    else:
+        combine(call._replace(bias=None, activation=None), _product(call, way, x, order, pairs), place, 0, out)
+
+
+def _product(
+    call: ExpertsCall, way: GemmPlan | PortableTiles, x: torch.Tensor, order: torch.Tensor | None, pairs: SortedPairs
+) -> torch.Tensor:
+    """x times the weights of its experts, sorted, with bias and activation; rows of none are left."""
+    from halfbyte.kernels.linear import kernel_of, portable
+    from halfbyte.kernels.linear.ring import stack_of
+
+    width = call.weight.shape[1] // (1 if call.activation is None else 2)
+    y = x.new_empty(len(pairs.order), width)
+    if isinstance(way, GemmPlan) and permuting(way):
+        if onto := way.spec.epilogue.order:
+            y = x.new_empty(len(x), -(-width // onto.chunk) * onto.chunk)
+            y[:, -(-width // 64) * 64 :].zero_()
+        for launch in kernel_of(way).launches(x, stack_of(call.weight, call.bias, y), way, call.weight.shape[2], pairs.blocks):
+            launch()
+    elif isinstance(way, GemmPlan):
+        for launch in kernel_of(way).launches(x, stack_of(call.weight, call.bias, y), way, None, None, blocks=pairs.blocks):
+            launch()
+    else:
+        partials, semaphores = portable_workspace(way, [call.weight.shape[1]], len(y), x.device)
+        routing = pairs.blocks, order, call.activation
+        portable.launch([x], [call.weight], [call.bias], [y], way, partials, semaphores, *routing)
+    return y
 
 
 def _contiguous(call: ExpertsCall) -> ExpertsCall:
@@ -129,23 +160,14 @@ def _contiguous(call: ExpertsCall) -> ExpertsCall:
     return call._replace(x=x, weight=contiguous(w), ids=ids.contiguous(), gates=gates, bias=bias)
 
 
-def _gathered(call: ExpertsCall, pairs: SortedPairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """x of each pair [S, K], sorted, and where each pair went [S]."""
-    from halfbyte.kernels.linear.experts_prompt import gather
-
-    x, place = call.x.new_empty(call.ids.numel(), call.x.shape[-1]), torch.empty_like(pairs.order)
-    gather(call, pairs.order, x, place)
-    return x, place
-
-
-def _products(x: torch.Tensor, weight: QuantTensor, pairs: SortedPairs, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _dequantized_products(call: ExpertsCall, rows: int, x: torch.Tensor, pairs: SortedPairs) -> Iterator[tuple[int, torch.Tensor]]:
     """x, sorted, times `rows` of each expert at a time: the first of them, and the product [S, some columns]."""
     from halfbyte.kernels.dequantize import launch_experts
 
-    experts, features, width = weight.shape
+    experts, features, width = call.weight.shape
     buffer = x.new_empty(experts * min(rows, features) * width)
     for first in range(0, features, rows):
         count = min(rows, features - first)
         values = buffer[: experts * count * width].view(experts, count, width)
-        launch_experts(weight, pairs.starts, values, first)
+        launch_experts(call.weight, pairs.starts, values, first)
         yield first, torch.nn.functional.grouped_mm(x, values.mT, offs=pairs.starts[1:])

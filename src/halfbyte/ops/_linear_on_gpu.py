@@ -237,7 +237,7 @@ def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool
 
     problem, device = _problem_of(call), call.x.device
     tiles = tiles_of(problem, device, call.row_invariant)
-    workspace = portable_workspace(tiles, problem, device, compiled)
+    workspace = portable_workspace(tiles, problem.features, problem.rows, device, compiled)
     biases = [None if b is None else b.contiguous() for b in call.biases]
     gathers = tiles.block_m <= GATHERED_ROWS
     dense = [contiguous(w, "nested", "perm") for w in call.weights]  # vectors, which kernels read without strides
@@ -246,11 +246,11 @@ def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool
 
 
 def portable_workspace(
-    tiles: PortableTiles, problem: GemmProblem, device: torch.device, own: bool = False
+    tiles: PortableTiles, features: Sequence[int], rows: int, device: torch.device, own: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """fp32 results that are added up, and semaphores, of a launch of the portable kernel; None where there are none."""
-    size = tiles.floats(problem)
-    return (floats(device, size, own), counters(device, tiles.counters(problem), own)) if size else (None, None)
+    size = tiles.floats(features, rows)
+    return (floats(device, size, own), counters(device, tiles.count(features, rows), own)) if size else (None, None)
 
 
 def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, QuantTensor]:

@@ -22,14 +22,13 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import weight_format
 from halfbyte.ops import _experts_prompt, launch_cache
 from halfbyte.ops import _linear_on_gpu as gemm
-from halfbyte.ops._experts_prompt import sorted_pairs
+from halfbyte.ops._experts_prompt import Way
 from halfbyte.ops._library import kernel_level, refuse_capture
 from halfbyte.ops.declare import Op
 from halfbyte.ops.self_check import refusal
 from halfbyte.ops.small_calls import experts_error
 from halfbyte.plans.gemm_mma import MOST_TOKENS
 from halfbyte.plans.gemm_plan import GemmPlan
-from halfbyte.plans.gemm_portable import tokens_at_once
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_slabs import dequantized_rows
 from halfbyte.plans.gemm_spec import MmaSpec
@@ -61,10 +60,9 @@ def experts_linear(
     gates       [T, top_k]: the weights of the sum over a token's experts, which is computed in fp32 in the order of ids
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
-    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs; on Hopper any fp16,
-                bf16 up to 512 pairs per expert, 256 with groups below 64) and "triton" (portable); "cpu", or "reference"
-                (float64). "auto" dequantizes experts for larger bf16 prompts on Hopper, from 96 pairs per expert with act-order or
-                on Blackwell: at most 512 MiB at a time (or 128 rows of each)
+    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs; on Hopper any) and
+                "triton" (portable); "cpu", or "reference" (float64). From 96 pairs per expert in bf16, "auto" dequantizes experts
+                with act-order and on Blackwell: at most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
     """
@@ -140,14 +138,9 @@ def run_both(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
     x, sizes = up.x, (*up.weight.shape, *down.weight.shape, *up.ids.shape)
     if up.impl == "auto" and x.element_size() == 2 and min(sizes):
         with torch.cuda.device_of(x):
-            if len(x) > MOST_TOKENS and (plans := _grouped_plans(up, down)):
+            if len(x) > MOST_TOKENS and (ways := _ways_of(up, down)):
                 out = down.new_result()
-                _experts_prompt.run_both_wgmma(up, down, plans, out)
-                return out
-            first, last = _rows_to_dequantize(up), _rows_to_dequantize(down)
-            if first and last:
-                out = down.new_result()
-                _experts_prompt.run_both(up, down, (first, last), out)
+                _experts_prompt.run_both(up, down, ways, out)
                 return out
     ids = up.ids.contiguous()  # here and not between the launches, the second of which may read it before the first has ended
     return _run(down._replace(x=_run(up._replace(ids=ids)), ids=ids), ids_early=True)
@@ -173,12 +166,12 @@ def _run_on_gpu(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
         call = _dense(call)
         plan = _plan_of(call, ids_early) if impl != "triton" else "the portable kernel was requested"
         if isinstance(plan, GemmPlan):
-            run_tuned = _run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run_wgmma
+            run_tuned = _run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run
             run_tuned(call, plan, out)
         elif impl == "gluon":
             raise Unsupported(f"impl='gluon' cannot run this call: {plan}; use impl='auto', which takes the portable kernel here")
         else:
-            _run_portable(call, out)
+            _experts_prompt.run(call, gemm.tiles_of(_problem_of(call), x.device), out)
     return out
 
 
@@ -216,18 +209,28 @@ def _plan_of(call: ExpertsCall, ids_early: bool = False) -> GemmPlan | str:
     plan = gemm.tuned_plan(problem, [call.weight], call.x.device)
     if isinstance(plan, str) or call.impl != "auto":
         return plan
-    run = _run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run_wgmma
+    run = _run_tuned if isinstance(plan.spec, MmaSpec) else _experts_prompt.run
     return refusal("experts_linear", plan.spec, call.x.device, lambda: experts_error(call, problem, plan, run)) or plan
 
 
-def _grouped_plans(up: ExpertsCall, down: ExpertsCall) -> tuple[GemmPlan, GemmPlan] | None:
-    """How the grouped kernel runs both projections, if it takes both, in the same blocks of pairs."""
-    if up.weight.perm is not None or down.weight.perm is not None:
-        return None
-    first, last = _plan_of(up), _plan_of(down)
-    if isinstance(first, str) or isinstance(last, str) or isinstance(first.spec, MmaSpec) or isinstance(last.spec, MmaSpec):
-        return None
-    return (first, last) if first.spec.block_m == last.spec.block_m else None
+def _ways_of(up: ExpertsCall, down: ExpertsCall) -> tuple[Way, Way] | None:
+    """How both projections multiply a prompt's sorted pairs, if both do, in blocks of one size."""
+    first, last = _way_of(up), _way_of(down)
+    sizes = {_experts_prompt.block(way) for way in (first, last)} - {0}
+    alike = len(sizes) < 2 and len({_experts_prompt.permuting(way) is None for way in (first, last)}) == 1
+    return (first, last) if first and last and alike else None
+
+
+def _way_of(call: ExpertsCall) -> Way:
+    """How a prompt's sorted pairs are multiplied; 0: they are not, or x has to be gathered for each pair."""
+    if rows := _rows_to_dequantize(call):
+        return rows
+    if call.weight.perm is not None:
+        return 0
+    plan = _plan_of(call)
+    if isinstance(plan, str):
+        return gemm.tiles_of(_problem_of(call), call.x.device)
+    return 0 if isinstance(plan.spec, MmaSpec) else plan
 
 
 def _problem_of(call: ExpertsCall, ids_early: bool = False) -> GemmProblem:
@@ -256,24 +259,3 @@ def _launches(
     routing = Routed(call.ids, call.gates, call.weight.shape[0])
     floats, counters = workspace
     return launches(call.x, stack_of(call.weight, call.bias, results[0]), plan, floats, counters, routed=routing)
-
-
-# ------------------------------------------------------------------------------------------------------------- the portable kernel
-
-
-def _run_portable(call: ExpertsCall, out: torch.Tensor) -> None:
-    x, ids, gates = call.x, call.ids, call.gates
-    step = tokens_at_once(_problem_of(call))
-    for first in range(0, len(ids), step):
-        part = slice(first, first + step)
-        _launch(call._replace(x=x[part], ids=ids[part], gates=None if gates is None else gates[part]), out[part])
-
-
-def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
-    from halfbyte.kernels.linear.experts import launch
-
-    x, problem = call.x, _problem_of(call)
-    tiles = gemm.tiles_of(problem, x.device)
-    table = (None, None) if tiles.inline else sorted_pairs(call.ids, call.weight.shape[0])[:2]
-    workspace = gemm.portable_workspace(tiles, problem, x.device)
-    launch(call._replace(x=x.reshape(-1, problem.width)), out, tiles, table, *workspace)

@@ -26,7 +26,7 @@ def tuned_gemm(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
 def _candidates(p: GemmProblem) -> tuple[Callable[[GemmProblem, GPU, bool], GemmPlan | str], ...]:
     """The kernels whose M it is, or whose number of pairs."""
     if p.routing is not None:
-        return mma_plan, wgmma_plan
+        return mma_plan, wgmma_plan, large_plan
     if p.rows < gemm_wgmma.FEWEST_ROWS:
         return (mma_plan,)
     return (wgmma_plan,) if p.rows < gemm_large.FEWEST_ROWS else (large_plan, wgmma_plan)

@@ -1,4 +1,4 @@
-"""GEMMs with M from 33 on Hopper: what the kernel is compiled for, and how the work is divided."""
+"""GEMMs with M from 33, and prompts of mixtures, on Hopper: what the kernel is compiled for, and how the work is divided."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import ClassVar
 from halfbyte.device import GPU, sm_shared_memory, supports_wgmma
 from halfbyte.plans.gemm_mma import BLOCK_BYTES, one_weight_spec
 from halfbyte.plans.gemm_plan import GemmPlan
-from halfbyte.plans.gemm_problem import GemmProblem
-from halfbyte.plans.gemm_spec import WgmmaSpec
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
+from halfbyte.plans.gemm_spec import Epilogue, WgmmaSpec
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
 
 #: The fewest rows, and up to how many only short tiles are faster than by `gemm_wgmma`: these have no launch ahead that permutes x,
@@ -22,6 +22,9 @@ _PART_COST = {64: 1.35, 128: 1.35, 256: 1.95}
 #: The fewest steps of a part of a tile; slots of the ring of codes, which come from far: with 8 of 64 k no room is left for the
 #: mbarriers. The K from which on slots of 64 k are faster than of 128 for 4-bit integers, as measured on an H200.
 _FEWEST_STEPS, _CODE_STAGES, _LONG = 4, 7, 8192
+#: Pairs of each expert up to which a block of 32, 64 and 128 of them is fastest, with codebooks and without; measured on an H200.
+#: Up to 64 pairs a tile has 256 rows.
+_PAIRS = {True: {32: 28, 64: 56, 128: 96}, False: {32: 28, 64: 56, 128: 192}}
 #: Kernels compute with positions of tiles in fp32.
 _MOST_TILES = 2**23
 
@@ -30,8 +33,8 @@ _MOST_TILES = 2**23
 class LargeSpec(WgmmaSpec):
     """Everything the kernel for large M (kernels/linear/wgmma_large.py) is compiled for.
 
-    Tiles have 128 rows of the weight, 64 for each of two warp groups, and 64, 128 or 256 batch rows (`block_m`). `chunk` is copied
-    at once, a step or half of one; `stages` are slots of the ring of codes.
+    Tiles have 128 rows of the weight, 64 for each of two warp groups, and 64, 128 or 256 batch rows (`block_m`); or 256 rows and 32
+    or 64 pairs of an expert. `chunk` is copied at once, a step or half of one; `stages` are slots of the ring of codes.
     """
 
     x_stages: int = 0  # slots of the ring of x
@@ -39,11 +42,18 @@ class LargeSpec(WgmmaSpec):
     step: ClassVar[int] = 128
     band: ClassVar[int] = 8  # blocks of batch rows whose tiles are computed side by side, so that they share x and weights in L2
     table_parts: ClassVar[int] = 8
-    registers: ClassVar[int] = 168  # of a thread at the start; the warp that copies x keeps fewer, the others take what it leaves
-    copy_registers: ClassVar[int] = 40
     kernel: ClassVar[str] = "wgmma_large"
     launches: ClassVar[str] = "wgmma; one launch, of warps that copy x and warps that unpack and multiply"
     stream_k: ClassVar[bool] = False
+
+    @property
+    def registers(self) -> int:
+        """Of a thread at the start; the warp that copies x keeps fewer, the others take what it leaves."""
+        return 168 if self.warps == 8 else 96
+
+    @property
+    def copy_registers(self) -> int:
+        return 40 if self.warps == 8 else 32
 
     @property
     def sums(self) -> int:
@@ -52,8 +62,8 @@ class LargeSpec(WgmmaSpec):
 
     @property
     def pieces(self) -> int:
-        """MMAs that 64 k take. With 256 batch rows registers hold no words of the next codes."""
-        return 1 if self.block_m == 256 else 4
+        """MMAs that 64 k take. With 256 batch rows, or 16 warps, registers hold no words of the next codes."""
+        return 1 if 256 in (self.block_m, self.tile) else 4
 
     @property
     def ahead(self) -> int:
@@ -101,6 +111,8 @@ def large_plan(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
         return "scales in E8M0 exceed fp16, and for large M the kernel multiplies codes by them in 16 bits"
     if p.width % (8 * weight.codes_per_word):
         return f"{p.width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
+    if p.routing is not None:
+        return _routed(weight, p, p.routing, gpu)
     if p.tiles(LargeSpec.tile) * p.rows >= 128 * _MOST_TILES:
         return f"M = {p.rows}; the kernel numbers up to {_MOST_TILES} tiles"
     shapes = [_staged((weight,) * len(p.weights), block_m, p, use_pdl) for block_m in _STEP_COST[False]]
@@ -111,11 +123,25 @@ def large_plan(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
     return plan
 
 
-def _staged(weights: tuple[WeightSpec, ...], block_m: int, p: GemmProblem, use_pdl: bool) -> LargeSpec:
+def _routed(weight: WeightSpec, p: GemmProblem, routing: Routing, gpu: GPU) -> GemmPlan | str:
+    """The plan for a stack of experts, in blocks of their sorted pairs, whose programs take whole tiles."""
+    hit, most = min(p.pairs, routing.experts), _PAIRS[weight.kind == "table"]
+    block_m = next((n for n, pairs in most.items() if p.pairs <= pairs * hit), 256)
+    shape = _staged((weight,), block_m, p, False, 256 if block_m <= 64 else 128)
+    spec = replace(shape, whole=True, epilogue=Epilogue(activation=p.activation))
+    blocks, steps = p.pairs // spec.block_m + hit, -(-p.width // spec.step)
+    tiles = blocks * p.tiles(spec.tile)
+    if tiles >= _MOST_TILES:
+        return f"{p.pairs} pairs and {routing.experts} experts; the kernel numbers up to {_MOST_TILES} tiles"
+    return GemmPlan(spec, min(gpu.num_sms, tiles), tiles, steps, blocks, split_tiles=0, programs_per_sm=1)
+
+
+def _staged(weights: tuple[WeightSpec, ...], block_m: int, p: GemmProblem, use_pdl: bool, tile: int = 128) -> LargeSpec:
     """The shape of a block with as many slots of x as shared memory has room for, at most 8."""
     kind = weights[0].kind
-    chunk = 128 if block_m < 256 and (kind == "table" or (kind == "unsigned" and p.width < _LONG)) else 64
-    shape = LargeSpec(weights, p.half, block_m, chunk, _CODE_STAGES, 1, use_pdl, x_stages=3)
+    short = kind == "table" or (kind == "unsigned" and (p.width < _LONG or tile == 256))
+    chunk, stages = 128 if block_m < 256 and short else 64, _CODE_STAGES if tile == 128 else 5
+    shape = LargeSpec(weights, p.half, block_m, chunk, stages, 1, use_pdl, tile, x_stages=3)
     shape = replace(shape, whole_tiles=all(n % shape.tile == 0 for n in p.features), aligned=p.width % shape.step == 0)
     fits = [s for n in range(3, 9) if (s := replace(shape, x_stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
     return fits[-1]

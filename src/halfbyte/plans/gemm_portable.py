@@ -4,10 +4,7 @@ y^T [N, M] = W [N, K] x^T: a program takes `block_n` out features and `block_m` 
 `block_k`. Up to M = 64, reading the weight dominates, and K is split until all SMs read. Beyond, tensor cores and decoding
 dominate: a tile of the weight is decoded for as many batch rows as registers hold.
 
-With routing a program takes an expert and `block_m` of its pairs of a token and an expert at a time. Up to `INLINE_TOKENS` tokens
-programs find their pairs by reading all ids: there are min(pairs, E) *slots*, one for each pair whose expert no pair before it has,
-or one for each expert. Beyond, the pairs come sorted by expert, and a slot is a block of `block_m` pairs of one expert; there are
-at most pairs / block_m + E of them.
+With routing a program takes an expert and a block of its pairs of a token and an expert, which come sorted by expert.
 """
 
 from __future__ import annotations
@@ -29,12 +26,8 @@ _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
 _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
 #: Costs besides multiply-adds: decoding the weights of a step, in batch rows; a tile and a partial result, in steps.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
-#: Tokens up to which no sort is launched, and the most pairs then.
-INLINE_TOKENS, INLINE_PAIRS = 64, 1024
-#: fp32 results of pairs of one launch; more tokens are computed in parts.
-_MOST_FLOATS = 1 << 26
-#: With routing: the most splits of K, and the fewest columns of one.
-_MOST_PAIR_SPLITS, _FEWEST_PAIR_COLUMNS = 8, 256
+#: With routing: tokens and pairs up to which reading weights dominates; then the most splits of K, and the fewest columns of one.
+_FEW_TOKENS, _FEW_PAIRS, _MOST_PAIR_SPLITS, _FEWEST_PAIR_COLUMNS = 64, 1024, 8, 256
 
 
 @dataclass(frozen=True)
@@ -45,9 +38,7 @@ class PortableTiles:
 
     fold        group scales multiply the codes, in 16 bits; otherwise the fp32 sums of a step, if its columns share a scale
     why         the choice in words
-    slots       with routing: what takes the place of blocks of batch rows
-    inline      pairs are found by reading the ids; else they come sorted
-    by_expert   a slot is an expert; else a pair, or a block of sorted pairs
+    blocks      with routing: the most blocks of pairs that ids can need; else 0
     """
 
     block_n: int
@@ -59,25 +50,15 @@ class PortableTiles:
     num_warps: int
     num_stages: int
     why: str = ""
-    slots: int = 0
-    inline: bool = False
-    by_expert: bool = False
+    blocks: int = 0
 
     def count(self, features: Sequence[int], m: int) -> int:
         """Tiles of a launch."""
-        return sum(-(-n // self.block_n) for n in features) * (self.slots or -(-m // self.block_m))
+        return sum(-(-n // self.block_n) for n in features) * (self.blocks or -(-m // self.block_m))
 
-    def floats(self, p: GemmProblem) -> int:
-        """fp32 numbers of workspace: a partial result for each split of a tile; with gates the results of pairs."""
-        if p.routing:
-            return self.splits * p.pairs * p.features[0] if self.splits > 1 or p.routing.gated else 0
-        return self.count(p.features, p.rows) * self.splits * self.block_n * self.block_m if self.splits > 1 else 0
-
-    def counters(self, p: GemmProblem) -> int:
-        """Semaphores: one a tile where K is split; where gates add up pairs, one a tile of N."""
-        if p.routing and p.routing.gated:
-            return p.tiles(self.block_n)
-        return self.count(p.features, p.rows) if self.splits > 1 else 0
+    def floats(self, features: Sequence[int], m: int) -> int:
+        """fp32 numbers of workspace: a partial result for each split of a tile."""
+        return self.count(features, m) * self.splits * self.block_n * self.block_m if self.splits > 1 else 0
 
     def describe(self, p: GemmProblem) -> dict[str, str]:
         """The launch in words, as `halfbyte explain` prints it."""
@@ -140,23 +121,13 @@ def _large_m(p: GemmProblem, gpu: GPU) -> PortableTiles:
 
 def _routed(p: GemmProblem, routing: Routing, num_sms: int) -> PortableTiles:
     """Tiles for a stack of experts."""
-    ((fmt, features),), experts, pairs = p.weights, routing.experts, p.pairs
-    if p.rows > INLINE_TOKENS or pairs > INLINE_PAIRS:
-        block_m = 128 if pairs >= 96 * experts else 64
-        return PortableTiles(128, block_m, 64, 1, -(-p.width // 64), True, 8, 3, slots=-(-pairs // block_m) + experts)
-    block_m = 16 if pairs <= 8 * experts else max(16, 1 << (p.rows - 1).bit_length())
+    ((fmt, features),), hit, pairs = p.weights, min(p.pairs, routing.experts), p.pairs
+    if p.rows > _FEW_TOKENS or pairs > _FEW_PAIRS:
+        block_m = 128 if pairs >= 96 * routing.experts else 64
+        return PortableTiles(128, block_m, 64, 1, -(-p.width // 64), True, 8, 3, blocks=pairs // block_m + hit)
+    block_m = 16 if pairs <= 8 * routing.experts else max(16, 1 << (p.rows - 1).bit_length())
     block_k = min(128, fmt.group_size(p.width) * (4 if folds_exactly(fmt) else 1))
     block_k = 1 << max(5, block_k.bit_length() - 1)
-    steps, slots = -(-p.width // block_k), min(pairs, experts)
-    programs = max(1, slots * -(-features // 64))
-    splits = max(1, min(4 * num_sms // programs, p.width // _FEWEST_PAIR_COLUMNS, _MOST_PAIR_SPLITS))
-    share, stages = -(-steps // splits), 4 if block_k > 32 else 6
-    return PortableTiles(
-        *(64, block_m, block_k, -(-steps // share), share, False, 4, stages), slots=slots, inline=True, by_expert=experts <= pairs
-    )
-
-
-def tokens_at_once(p: GemmProblem) -> int:
-    """How many tokens one launch may take, if results of pairs are kept for a sum over experts."""
-    assert p.routing is not None
-    return max(INLINE_TOKENS, _MOST_FLOATS // max(1, p.features[0] * p.routing.top_k)) if p.routing.gated else p.rows
+    splits = max(1, min(4 * num_sms // (hit * -(-features // 64)), p.width // _FEWEST_PAIR_COLUMNS, _MOST_PAIR_SPLITS))
+    stages, blocks = 4 if block_k > 32 else 6, pairs // block_m + hit
+    return _split(PortableTiles(64, block_m, block_k, 1, -(-p.width // block_k), False, 4, stages, blocks=blocks), splits)

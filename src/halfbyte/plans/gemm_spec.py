@@ -241,7 +241,7 @@ class WgmmaSpec(CompiledFor):
 
     weights: tuple[WeightSpec, ...]
     dtype: str  # of x and y: "bf16" or "fp16"
-    block_m: int  # batch rows in a block, or pairs of an expert: 32 or 64
+    block_m: int  # batch rows in a block: 32 or 64
     chunk: int  # K of a step
     stages: int
     scales_per_load: int  # of a row that one load takes, and zero points

@@ -1,9 +1,10 @@
-"""GEMMs with 17 <= M <= 64 (191 where `gemm_large` refuses), or pairs of experts in prompts, on Hopper: shapes, work divided."""
+"""GEMMs with 17 <= M <= 64 (191 where `gemm_large` refuses), or few pairs of experts, on Hopper: shapes, work divided."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from halfbyte.device import GPU, sm_shared_memory, supports_wgmma
 from halfbyte.plans.gemm_mma import BLOCK_BYTES, WHOLE, cheapest, even_programs, one_weight_spec
@@ -14,9 +15,8 @@ from halfbyte.plans.weight_spec import WeightSpec
 
 #: M that the kernel takes; below, warps that take chunks of K each are faster, from 65 on larger tiles of batch rows.
 FEWEST_ROWS, MOST_ROWS = 17, 191
-#: The most pairs for each expert that warp-group MMA takes in bf16, with groups below 64 and with larger ones: more are faster
-#: dequantized. Up to _FEW_PAIRS a block has 32 of them. Measured with int4_g128 and mxfp4 (docs/internals/log/linear.md).
-_MOST_PAIRS, _FEW_PAIRS = (256, 512), 24
+#: Pairs for each expert up to which the kernel is faster than `gemm_large`: by 2 to 12 %, and with codebooks never (measured).
+_FEW_PAIRS = 24
 #: Time of a step where programs compute equal parts of tiles, over that of stream-K.
 _PARTS = 0.85
 
@@ -39,34 +39,37 @@ def wgmma_plan(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
     return divided(spec, _programs(tiles, steps, gpu.num_sms), tiles, steps, blocks)
 
 
+@dataclass(frozen=True)
+class PairsSpec(WgmmaSpec):
+    """The same for few pairs of the experts of a stack (kernels/linear/experts_wgmma.py)."""
+
+    kernel: ClassVar[str] = "experts_wgmma"
+
+
 def _routed(p: GemmProblem, routing: Routing, gpu: GPU) -> GemmPlan | str:
-    """The plan for a stack of experts, in blocks of their pairs, whose programs take whole tiles."""
+    """The plan for a stack of experts, in blocks of 32 pairs, whose programs take whole tiles."""
     (features,), experts = p.features, routing.experts
-    most = _MOST_PAIRS[p.weights[0][0].group_size(p.width) >= 64]
-    if p.half == "bf16" and p.pairs > most * experts:
-        return f"{p.pairs} pairs of a token and one of {experts} experts; wgmma takes up to {most} for each expert"
-    block = _block(p._replace(rows=64), use_pdl=False)
-    if not isinstance(block, str) and (p.pairs <= _FEW_PAIRS * experts or (block.halved and not block.fold)):
-        # Where sums of 32 k are scaled, a block of 64 pairs has too few registers.
-        block = _block(p._replace(rows=32), use_pdl=False)
+    block = _block(p._replace(rows=32), False, PairsSpec)
     if isinstance(block, str):
         return block
+    if p.pairs > _FEW_PAIRS * experts or block.weights[0].codebook:
+        return f"{p.pairs} pairs of {experts} experts; wgmma takes up to {_FEW_PAIRS} for each, without a codebook"
     spec = replace(block, epilogue=Epilogue(activation=p.activation))
     blocks, steps = p.pairs // spec.block_m + min(experts, p.pairs), -(-p.width // spec.step)
     tiles = blocks * -(-features // spec.tile)
     if tiles * steps >= 2**24 or experts * features >= 2**31:
-        return f"{experts} experts of [{features}, {p.width}]; the grouped kernel counts steps of tiles up to 2^24"
+        return f"{experts} experts of [{features}, {p.width}]; wgmma counts steps of tiles up to 2^24"
     return GemmPlan(spec, min(gpu.num_sms, tiles), tiles, steps, blocks, split_tiles=0, programs_per_sm=1)
 
 
-def _block(p: GemmProblem, use_pdl: bool) -> WgmmaSpec | str:
+def _block(p: GemmProblem, use_pdl: bool, kind: type[WgmmaSpec] = WgmmaSpec) -> WgmmaSpec | str:
     """The shape of a block of 128 rows that computes a GEMM by warp-group MMA; in words, why none can."""
     m, width, weight = p.rows, p.width, one_weight_spec(p, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64
     if isinstance(weight, str):
         return weight
     if width % (8 * weight.codes_per_word):
         return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
-    shape = WgmmaSpec((weight,) * len(p.weights), p.half, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
+    shape = kind((weight,) * len(p.weights), p.half, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
     # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x, and registers
     # for their scales.
     spec = _of_rows(shape, 128, 512, p) if m <= 32 else None

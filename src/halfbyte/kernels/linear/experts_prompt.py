@@ -1,11 +1,11 @@
 """What surrounds a grouped GEMM of a mixture of experts for prompts: x sorted by expert, and results back in their places.
 
-    gathered[p, :] = x[row(order[p]), :]       place[order[p]] = p
+    gathered[p, :] = x[row(order[p]), :]
     out[r, :] = sum_i gate[r, i] f(y[place[r, i], :] + bias[e(r, i), :])
 
-`order` has the pairs of a token and an expert sorted by expert; y is the GEMM's result in that order, some columns at a time; f is
-the activation of pairs of columns. Without gates r is a pair, and there is one i. A pair whose id is no expert gives zeros.
-Between two projections rows stay sorted: place[r] = r.
+`order` has the pairs of a token and an expert sorted by expert, and place says where each is; y is the GEMM's result in that
+order, some columns at a time; f is the activation of pairs of columns. Without gates r is a pair, and there is one i. A pair whose
+id is no expert gives zeros. Between two projections rows stay sorted: place[r] = r.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ class CombineSpec(CompiledFor):
 
 
 @triton.jit(do_not_specialize=["S"])
-def _gather(x, stride, order, out, place, S, width, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gather(x, stride, order, out, S, width, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x, a row for PAIRS pairs each, in the order of the pairs."""
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pair = tl.load(order + p, mask=p < S, other=0)
-    if tl.program_id(1) == 0:
-        tl.store(place + pair, p, mask=p < S)
     here = (p < S)[:, None] & (column < width)[None, :]
     rows = tl.load(x + (pair // PAIRS).to(tl.int64)[:, None] * stride + column[None, :], mask=here)
     tl.store(out + p.to(tl.int64)[:, None] * width + column[None, :], rows, mask=here)
@@ -76,13 +74,13 @@ def _combine(y, stride, place, ids, gates, bias, out, rows, E, N, first, columns
     tl.store(at, rounded(total, out, C.interpreted), mask=(r < rows)[:, None] & (made < columns // HALVES)[None, :])
 
 
-def gather(call: ExpertsCall, order: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """out [S, K]: x, whose columns are neighbors, in `order` [S]; place [S]: where each pair went, int32."""
+def gather(call: ExpertsCall, order: torch.Tensor, out: torch.Tensor) -> None:
+    """out [S, K]: x, whose columns are neighbors, in `order` [S]."""
     x, pairs = call.x.reshape(-1, call.x.shape[-1]), call.ids.numel()
     columns = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
     rows = _GATHERED // columns
     _gather[(triton.cdiv(pairs, rows), triton.cdiv(x.shape[1], columns))](
-        *(x, x.stride(0), order, out, place, pairs, x.shape[1]), PAIRS=pairs // x.shape[0], ROWS=rows, COLUMNS=columns, num_warps=4
+        *(x, x.stride(0), order, out, pairs, x.shape[1]), PAIRS=pairs // x.shape[0], ROWS=rows, COLUMNS=columns, num_warps=4
     )
 
 

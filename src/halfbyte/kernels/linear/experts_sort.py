@@ -1,4 +1,4 @@
-"""A counting sort of pairs of a token and an expert by expert, in three launches; pairs of one expert keep their order.
+"""A counting sort of pairs of a token and an expert by expert, in three launches, few in one; pairs of one expert keep their order.
 
     place(p) = pairs of smaller experts + pairs of the same expert in blocks before + such pairs before p in its block
 
@@ -53,6 +53,7 @@ def _place(
     counts,
     totals,
     order,
+    places,
     starts,
     experts,
     blocks,
@@ -66,7 +67,8 @@ def _place(
     """Each pair of a block in its place; the first program writes where experts begin, and their blocks of OF pairs."""
     base = tl.program_id(0) * BLOCK
     p, bins = base + tl.arange(0, BLOCK), tl.arange(0, BINS)
-    expert, total = _expert(ids, p, S, E), tl.load(totals + bins)
+    expert = _expert(ids, p, S, E)
+    total = tl.histogram(expert, BINS) if counts is None else tl.load(totals + bins)
     start = tl.cumsum(total, 0) - total
     if tl.program_id(0) == 0:
         tl.store(starts + bins, start, mask=bins <= E)
@@ -80,12 +82,15 @@ def _place(
                 tl.store(at + 1, first, mask=i < own)
                 tl.store(at + 2, start, mask=i < own)
                 tl.store(at + 3, start + total, mask=i < own)
-    place = tl.gather(start, expert, 0) + tl.load(counts + tl.program_id(0) * BINS + expert)
+    place = tl.gather(start, expert, 0)
+    if counts is not None:
+        place += tl.load(counts + tl.program_id(0) * BINS + expert)
     for first in tl.range(0, BLOCK, AT_A_TIME):
         other = base + first + tl.arange(0, AT_A_TIME)
         same = (_expert(ids, other, S, E)[None, :] == expert[:, None]) & (other[None, :] < p[:, None])
         place += tl.sum(same.to(tl.int32), 1)
     tl.store(order + place, p, mask=p < S)
+    tl.store(places + p, place, mask=p < S)
     tl.store(experts + place, expert, mask=p < S)
 
 
@@ -96,20 +101,23 @@ def bins(experts: int) -> int:
 
 def launch(
     ids: torch.Tensor,
-    counts: torch.Tensor,
     order: torch.Tensor,
+    places: torch.Tensor,
     starts: torch.Tensor,
     experts: torch.Tensor,
-    totals: torch.Tensor,
     table: torch.Tensor | None = None,
-    block: int = 1,
+    block: int = 0,
 ) -> None:
-    """ids [S], integers; the others int32: counts [blocks, bins], order and experts [S], starts [E + 1], totals [bins].
+    """ids [S], integers; the others int32: order, places and experts [S], starts [E + 1].
 
     table [at least 1 + the blocks of `block` pairs of an expert, 4]: the list of these.
     """
-    (blocks, columns), pairs, count = counts.shape, len(ids), len(starts) - 1
-    _count[(blocks,)](ids, counts, pairs, count, BLOCK, columns, num_warps=4)
-    _add[(columns // _COLUMNS,)](counts, totals, blocks, columns, _ROWS, _COLUMNS, num_warps=8)
-    given = (ids, counts, totals, order, starts, experts, table, pairs, count)
-    _place[(blocks,)](*given, BLOCK, columns, _AT_A_TIME, block, num_warps=4)
+    pairs, count = len(ids), len(starts) - 1
+    blocks, columns = -(-pairs // BLOCK), bins(count)
+    counts = totals = None
+    if blocks > 1:
+        counts, totals = order.new_empty(blocks, columns), order.new_empty(columns)
+        _count[(blocks,)](ids, counts, pairs, count, BLOCK, columns, num_warps=4)
+        _add[(columns // _COLUMNS,)](counts, totals, blocks, columns, _ROWS, _COLUMNS, num_warps=8)
+    arguments = (ids, counts, totals, order, places, starts, experts, table, pairs, count)
+    _place[(blocks,)](*arguments, BLOCK, columns, _AT_A_TIME, block, num_warps=4)

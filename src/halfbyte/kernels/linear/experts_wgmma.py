@@ -1,4 +1,4 @@
-"""`experts_linear` for prompts, in Gluon: the kernel of linear/wgmma.py on the pairs of each expert of a stack.
+"""`experts_linear` for few pairs an expert, in Gluon: the kernel of linear/wgmma.py on the pairs of each expert of a stack.
 
     y[p, n] = sum_k x[p, k] W[e(p), n, k] + bias[e(p), n]      for pairs p of a token and an expert, sorted by expert
 
@@ -20,17 +20,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
+from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import codes_at, copy_codes, make_pool
 from halfbyte.kernels.linear.results import activated, routed_results, row_layout
-from halfbyte.kernels.linear.ring import Weights, load_scales, stack_of
+from halfbyte.kernels.linear.ring import Weights, load_scales
 from halfbyte.kernels.linear.sync import check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma import arrived, copy_x, free_slot, multiply, tile_sums
 from halfbyte.kernels.linear.wgmma_operands import in_order, sums_layout
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_spec import WgmmaSpec
-from halfbyte.reference.experts import ExpertsCall
 
 #: Rows and columns of x that a program of `gather` takes.
 _ROWS, _COLUMNS = 4, 1024
@@ -177,18 +177,13 @@ def experts(
 
 
 @gluon.jit(do_not_specialize=["S"])
-def gather(X, Order, Place, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """x, one row for `pairs` pairs -> y [S, steps * C.chunk], sorted: k in the order of the operands, zeros beyond x.
-
-    place: where each pair went.
-    """
+def gather(X, Order, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """x, one row for `pairs` pairs -> y [S, steps * C.chunk], sorted: k in the order of the operands, zeros beyond x."""
     Weight: gl.constexpr = C.weights[0]  # by a name: Triton 3.6 does not pass it on otherwise
     layout: gl.constexpr = gl.BlockedLayout([ROWS, 8], [1, 32], [1, 4], [1, 0])
     m = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     k = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
     pair = gl.load(Order + m, mask=m < S, other=0)
-    if gl.program_id(1) == 0:
-        gl.store(Place + pair, m, mask=m < S)
     row = gl.expand_dims(pair // pairs, 1).to(gl.int64)
     m = gl.expand_dims(m, 1)
     x = gl.load(X + (row * x_stride + k), mask=(k < K) & (m < S), other=0.0)
@@ -201,21 +196,20 @@ def gather(X, Order, Place, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.conste
 # ------------------------------------------------------------------------------------------------------------- host code
 
 
-def sorted_rows(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, spec: WgmmaSpec) -> torch.Tensor:
-    """x [rows, K], whose columns are neighbors, as `launch` takes it, in `order` [S]; place [S], int32: where each pair went."""
+def sorted_rows(x: torch.Tensor, order: torch.Tensor, spec: WgmmaSpec) -> torch.Tensor:
+    """x [M, K], whose columns are neighbors, as `launches` takes it, in `order` [S]."""
     rows, width = len(order), -(-x.shape[1] // spec.chunk) * spec.chunk
     y = x.new_empty(rows + spec.block_m, width)
-    given = (x, order, place, y, rows, x.shape[1], x.stride(0), rows // len(x))
-    gather[(-(-rows // _ROWS), -(-width // _COLUMNS))](*given, C=spec, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    arguments = (x, order, y, rows, x.shape[1], x.stride(0), rows // len(x))
+    gather[(-(-rows // _ROWS), -(-width // _COLUMNS))](*arguments, C=spec, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
     return y
 
 
-def launch(call: ExpertsCall, x: torch.Tensor, blocks: torch.Tensor, plan: GemmPlan, out: torch.Tensor) -> None:
-    """out [S, N], or N / 2 with an activation: x, from `sorted_rows`, times the weights of its experts; rows of none are left.
+def launches(x: torch.Tensor, weights: Weights, plan: GemmPlan, width: int, blocks: torch.Tensor) -> list[Launch]:
+    """One launch: x, from `sorted_rows`, of so many columns, times the weights of a stack; rows of none are left.
 
-    With `order` out is itself as the next launch takes its x; columns from the last 64 on, if any, are zeros already.
-
-    blocks: the table of the sort. The call's stack and bias are contiguous, codes, scales and zero points aligned to 16 bytes.
+    With `order` results are themselves as the next launch takes its x; columns from the last 64 on, if any, are zeros already.
+    blocks: the table of the sort.
     """
-    spec, width = plan.spec, call.weight.shape[2]
-    experts[(plan.programs,)](x, blocks, width, stack_of(call.weight, call.bias, out), C=spec, num_warps=spec.warps, maxnreg=255)
+    spec = plan.spec
+    return [Launch(experts, (plan.programs,), (x, blocks, width, weights, spec), {"num_warps": spec.warps, "maxnreg": 255})]

@@ -1,4 +1,4 @@
-"""`linear` and `qkv_projection` in plain Triton, for every weight format, M, shape and stride: the portable level.
+"""`linear`, `qkv_projection`, `experts_linear` in plain Triton, for every weight format, M, shape and stride: the portable level.
 
     y^T [N, M] = W [N, K] x^T + bias        W[n, k] = s[n, k / g] (c[n, k] - z[n, k / g])
 
@@ -12,8 +12,10 @@ Per-row scales multiply the finished sums, in fp32. Per-group scales multiply fp
 for bf16, where the scale is rounded as well; a 16-bit weight has one. Relative L2 error, measured over all formats, as a share of
 that of a 16-bit GEMM: at most 0.9 with fp32 sums and 1.4 folded, where 2 is promised. Folded, both have the range of 16 bits.
 
-Several weights (q, k and v) are one launch: their tiles follow one another. Splits of K leave fp32 sums in a workspace; the last
-to arrive adds them in the order of the splits. No floating-point atomics. Batch rows do not affect each other.
+Several weights (q, k and v) are one launch: their tiles follow one another. With routing the weight is a stack of experts, and a
+table lists blocks of pairs of a token and an expert, sorted by expert (linear/experts_sort.py). Each meets the tiles of its expert;
+results are sorted, too, and with an activation columns 2n and 2n + 1 become one. Splits of K leave fp32 sums in a workspace; the
+last to arrive adds them in the order of the splits. No floating-point atomics. Batch rows do not affect each other.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
+from halfbyte.kernels.linear.activated import activated
 from halfbyte.kernels.linear.portable_weight import Weight, numbers, operand, read_scale, read_zero, weight
 from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.plans.gemm_portable import PortableTiles
+from halfbyte.reference.experts import Activation
 from halfbyte.tensors import QuantTensor
 
 
@@ -41,6 +45,8 @@ class TileSpec(CompiledFor):
     even         K is whole steps: nothing is masked
     fold         group scales multiply the codes
     split        K is split: partial results are added
+    pairs        with routing: pairs of a token and an expert that share a batch row
+    activation   with routing: of pairs of columns; None: none
     """
 
     weights: int
@@ -52,6 +58,8 @@ class TileSpec(CompiledFor):
     fold: bool
     split: bool
     interpreted: bool
+    pairs: int = 1
+    activation: Activation | None = None
 
 
 #: Tiles over M that run at the same time as those over N: both x and the weight then come from the L2 cache.
@@ -88,7 +96,7 @@ def _spread(small, w: Weight, C: tl.constexpr):
 def sums(m, begin, end, K, row, w: Weight, C: tl.constexpr):
     """fp32 [n, m]: weight rows `row` [n] times rows `m` of x over columns begin .. end, without the scale of whole weight rows.
 
-    C: a `TileSpec`, or what else has its n, m, k, stages, even and fold. Row numbers are int64.
+    Row numbers are int64.
     """
     PER: tl.constexpr = w.F.per_byte
     FOLD: tl.constexpr = w.F.group > 0 and (C.fold or C.k > w.F.group)
@@ -135,30 +143,37 @@ def row_factor(row, w: Weight):
 
 
 @triton.jit
-def _finish(y, n, m, M, row, w: Weight, C: tl.constexpr):
-    """Store finished sums y [m, n]: the scale of whole weight rows, the bias, and one rounding."""
+def _finish(y, number, m, M, row, N, routed: tl.constexpr, w: Weight, C: tl.constexpr):
+    """Store finished sums y [m, n]: the scale of whole weight rows, the bias, the activation, and one rounding."""
     factor = row_factor(row, w)
     if w.tensor_scale is not None:
-        factor *= tl.load(w.tensor_scale)
+        factor *= tl.load(w.tensor_scale + row if routed else w.tensor_scale)
     y *= factor[None, :]
     if w.bias is not None:
         y += tl.load(w.bias + row).to(tl.float32)[None, :]
-    at = w.out + m.to(tl.int64)[:, None] * w.n + n.to(tl.int64)[None, :]
-    tl.store(at, rounded(y, w.out, C.interpreted), mask=(m < M)[:, None] & (n < w.n)[None, :])
+    HALVES: tl.constexpr = 1 if C.activation is None else 2
+    y = activated(y, C.m, C)
+    n = number * (C.n // HALVES) + tl.arange(0, C.n // HALVES)
+    at = w.out + m.to(tl.int64)[:, None] * (N // HALVES) + n.to(tl.int64)[None, :]
+    tl.store(at, rounded(y, w.out, C.interpreted), mask=(m < M)[:, None] & (n < N // HALVES)[None, :])
 
 
 @triton.jit
-def _tile(tile, number, first_row, M, K, split, splits, share, partials, semaphores, w: Weight, C: tl.constexpr):
-    """Tile `number` of the weight's rows, `tile` of the launch."""
+def _tile(tile, number, first_row, M, K, split, splits, share, partials, semaphores, expert, N, order, w: Weight, C: tl.constexpr):
+    """Tile `number` of the weight's rows, `tile` of the launch. With routing N of an expert; order: pairs, sorted."""
     n = number * C.n + tl.arange(0, C.n)
     m = first_row + tl.arange(0, C.m)
-    row = tl.minimum(n, w.n - 1).to(tl.int64)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    if expert is not None:
+        row += expert * N
     begin = split * share * C.k
     end = tl.minimum(begin + share * C.k, K)
     there = tl.minimum(m, M - 1).to(tl.int64)  # a row too many is the last one again
+    if order is not None:
+        there = (tl.load(order + there) // C.pairs).to(tl.int64)
     y = tl.trans(sums(there, begin, end, K, row, w, C))
     if not C.split:
-        _finish(y, n, m, M, row, w, C)
+        _finish(y, number, m, M, row, N, expert is not None, w, C)
     else:
         place = (tl.arange(0, C.m) * C.n)[:, None] + tl.arange(0, C.n)[None, :]
         used = (m < M)[:, None]
@@ -170,14 +185,46 @@ def _tile(tile, number, first_row, M, K, split, splits, share, partials, semapho
             for i in tl.range(0, splits):
                 y += tl.load(first + i * (C.m * C.n) + place, mask=used, other=0, cache_modifier=".cg")
             tl.store(semaphores + tile, 0)
-            _finish(y, n, m, M, row, w, C)
+            _finish(y, number, m, M, row, N, expert is not None, w, C)
 
 
 # Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
 @triton.jit(do_not_specialize=["M", "K", "splits", "share"])
-def _linear(weights, partials, semaphores, M, K, splits, share, C: tl.constexpr):
-    WEIGHTS: tl.constexpr = C.weights
+def _linear(weights, partials, semaphores, M, K, splits, share, routing, C: tl.constexpr):
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    if routing is None:
+        _dense(tile, split, weights, partials, semaphores, M, K, splits, share, C)
+    else:
+        _routed(tile, split, weights[0], partials, semaphores, splits, share, routing, C)
+
+
+@triton.jit
+def _routed(tile, split, w: Weight, partials, semaphores, splits, share, routing, C: tl.constexpr):
+    """A tile of an expert and a block of its sorted pairs, if there are so many. routing: see `launch`."""
+    blocks, order, N, K = routing
+    columns = tl.cdiv(N, C.n)
+    block, number = tile // columns, tile % columns
+    if block < tl.load(blocks):
+        at = blocks + 4 * (1 + block)
+        expert = tl.load(at).to(tl.int64)
+        first = tl.load(at + 2) + (block - tl.load(at + 1)) * C.m
+        end = tl.load(at + 3)
+        if w.F.group > 0 and not C.fold and C.k <= w.F.group:
+            _tile(tile, number, first, end, K, split, splits, share, partials, semaphores, expert, N, order, w, C)
+        else:  # MMAs add to sums: outside of a loop, if it is one of one turn, the assembler makes them wait for each other
+            for row in tl.range(first, tl.minimum(end, first + C.m), C.m):
+                _tile(tile, number, row, end, K, split, splits, share, partials, semaphores, expert, N, order, w, C)
+
+
+@triton.jit
+def _dense_tile(tile, number, first_row, M, K, split, splits, share, partials, semaphores, w: Weight, C: tl.constexpr):
+    _tile(tile, number, first_row, M, K, split, splits, share, partials, semaphores, None, w.n, None, w, C)
+
+
+@triton.jit
+def _dense(tile, split, weights, partials, semaphores, M, K, splits, share, C: tl.constexpr):
+    """A tile of one of the weights and a block of the batch."""
+    WEIGHTS: tl.constexpr = C.weights
     columns = 0  # tiles over the rows of all weights
     for i in tl.static_range(WEIGHTS):
         columns += tl.cdiv(weights[i].n, C.n)
@@ -190,7 +237,7 @@ def _linear(weights, partials, semaphores, M, K, splits, share, C: tl.constexpr)
     for i in tl.static_range(WEIGHTS):
         count = tl.cdiv(weights[i].n, C.n)
         if (number >= 0) & (number < count):
-            _tile(tile, number, first_row, M, K, split, splits, share, partials, semaphores, weights[i], C)
+            _dense_tile(tile, number, first_row, M, K, split, splits, share, partials, semaphores, weights[i], C)
         number -= count
 
 
@@ -205,18 +252,26 @@ def launch(
     tiles: PortableTiles,
     partials: torch.Tensor | None,
     semaphores: torch.Tensor | None,
+    blocks: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    activation: Activation | None = None,
 ) -> None:
     """xs [M, K], fp16 or bf16, any strides, one for each weight; outs [M, N] in its dtype, contiguous, all written, not all empty.
 
     Tensors of one axis are contiguous. With tiles.splits > 1: `partials`, `tiles.floats` fp32, and `semaphores`, `tiles.count`
     int32 zeros, zero again afterwards.
+    With routing one weight, a stack [E, N, K], and out [S, N], or N / 2 with an activation, sorted; rows of no expert are left.
+    blocks: the list of blocks of sorted pairs. order [S]: the sorted pairs, S / M for each of xs[0]; None: that is sorted, too.
     """
     m, k = xs[0].shape
-    count = tiles.count([w.shape[0] for w in weights], m)
+    features = [w.shape[-2] for w in weights]
+    count = tiles.count(features, m)
     shape, options = (tiles.block_n, tiles.block_m, tiles.block_k, tiles.num_stages), (tiles.fold, tiles.splits > 1, INTERPRETED)
+    per_row = 1 if order is None else len(order) // m
+    routing = None if blocks is None else (blocks, order, features[0], k)  # numbers here are specialized on
     _linear[(count * tiles.splits,)](
         tuple(weight(*each) for each in zip(xs, weights, biases, outs, strict=True)),
-        *(partials, semaphores, m, k, tiles.splits, tiles.share),
-        C=TileSpec(len(weights), *shape, k % tiles.block_k == 0, *options),
+        *(partials, semaphores, m, k, tiles.splits, tiles.share, routing),
+        C=TileSpec(len(weights), *shape, k % tiles.block_k == 0, *options, per_row, activation),
         num_warps=tiles.num_warps,
     )

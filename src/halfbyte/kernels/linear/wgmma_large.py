@@ -10,9 +10,8 @@ Warps are specialized. One copies x (TMA) into a ring, whose slots are handed on
 all warps have read it. The eight that multiply do not meet in the loop: each copies the codes of its own rows (cp.async) and loads
 their scales.
 
-Tiles are computed in bands of C.band blocks of batch rows, so that those of the same time share x and weights in the L2 cache. With
-P programs each takes every P-th tile, whole. The tiles that are left come first: each is cut along K into equal parts, as many as
-there are programs for it. These exchange partial results through the workspace: each adds up some columns, in the order of parts.
+Which tiles a program computes, dense or of experts, is in linear/wgmma_large_work.py. Parts of a tile exchange partial results
+through the workspace: each program adds up some columns, in the order of parts.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, copy_tile, view
 from halfbyte.kernels.common.launch import Launch
-from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import _copy_asm, make_pool
 from halfbyte.kernels.linear.operands import dtype_of
-from halfbyte.kernels.linear.ring import Weights, place
+from halfbyte.kernels.linear.ring import Weights
 from halfbyte.kernels.linear.sync import _await_asm, check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
-from halfbyte.kernels.linear.wgmma_large_exchange import columns_of, exchange, write_columns
+from halfbyte.kernels.linear.wgmma_large_exchange import columns_of, exchange, write_columns, write_sorted
 from halfbyte.kernels.linear.wgmma_large_operands import load_scales, load_words, packed_operands, unpacked
+from halfbyte.kernels.linear.wgmma_large_work import advance, first_row, tile_at, weight_of, work_of
 from halfbyte.kernels.linear.wgmma_operands import sums_layout
 from halfbyte.plans.gemm_plan import GemmPlan
 
@@ -121,74 +120,23 @@ def _codes_there_asm(groups):
     return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; // $0"
 
 
-# -------------------------------------------------------------------------------------------------------------------- work
-
-
-@gluon.jit
-def _work_of(M, K, weights, C: gl.constexpr):
-    """A program's work: the position of its first tile, its first step there, how many steps it has in all; and numbers of tiles
-    of the weights, of blocks of batch rows, of steps of a tile, of those of its part of a tile that is left, of its first own tile,
-    and of parts of a tile.
-    """
-    steps = (K + C.step - 1) // C.step
-    blocks = (M + C.block_m - 1) // C.block_m
-    tiles = 0
-    for i in gl.static_range(gl.constexpr(len(C.weights))):
-        tiles += (weights.features[i] + C.tile - 1) // C.tile
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    own = quotient(tiles * blocks, programs)
-    left = tiles * blocks - own * programs
-    parts = quotient(programs, gl.maximum(left, 1))
-    position = quotient(program, parts)
-    part = program - position * parts
-    begin = quotient(part * steps, parts)
-    shared = gl.where(position < left, quotient(part * steps + steps, parts) - begin, 0)
-    first_own = left + program
-    position = gl.where(shared > 0, position, first_own)
-    return position, gl.where(shared > 0, begin, 0), shared + own * steps, (tiles, blocks, steps, shared, first_own, parts)
-
-
-@gluon.jit
-def _advance(position, step, done, work):
-    """One step further in a program's work: where that is, how many are done, and whether another tile begins."""
-    _, _, steps, shared, first_own, _ = work
-    step += 1
-    done += 1
-    over = (step == steps) | (done == shared)
-    following = gl.where(done == shared, first_own, position + gl.num_programs(0))
-    return gl.where(over, following, position), gl.where(over, 0, step), done, over
-
-
-@gluon.jit
-def _tile_at(position, work, C: gl.constexpr):
-    """The tile of the weights and the block of batch rows at a position of the order in which they are computed."""
-    tiles, blocks, _, _, _, _ = work
-    band = quotient(position, tiles * C.band)
-    inside = position - band * (tiles * C.band)
-    width = gl.minimum(C.band, blocks - band * C.band)
-    tile = quotient(inside, width)
-    return tile, band * C.band + (inside - tile * width)
-
-
-@gluon.jit
-def _codes_at(position, k, K, work, weights, S: gl.constexpr, C: gl.constexpr):
-    """The address of a thread's first piece of codes of a tile from k on, and the rows from there on."""
-    tile, _ = _tile_at(position, work, C)
-    codes, _, _, _, _, _, N, n0 = place(tile, weights, C)
-    width = K // S.codes_per_word
-    row, piece = _piece(S, C)
-    at = n0.to(gl.int64) * width + (row * width + piece * 8 + k // S.codes_per_word)
-    return codes.to(gl.int64) + 2 * at, N - n0 - row
-
-
 # --------------------------------------------------------------------------------------------------------- warps that part
 
 
 @gluon.jit
-def _copy_x(X, pool, M, K, weights, C: gl.constexpr):
+def _codes_at(position, k, K, work, weights, Blocks, S: gl.constexpr, C: gl.constexpr):
+    """The address of a thread's first piece of codes of a tile from k on, and the rows from there on."""
+    codes, _, _, n0, rows = weight_of(tile_at(position, work, Blocks, C), weights, Blocks, C)
+    width = K // S.codes_per_word
+    row, piece = _piece(S, C)
+    at = n0.to(gl.int64) * width + (row * width + piece * 8 + k // S.codes_per_word)
+    return codes.to(gl.int64) + 2 * at, rows - row
+
+
+@gluon.jit
+def _copy_x(X, pool, M, K, weights, Blocks, C: gl.constexpr):
     """The warp that copies x."""
-    position, step, end, work = _work_of(M, K, weights, C)
+    position, step, end, work = work_of(M, K, weights, Blocks, C)
     done = end * 0
     slot = end * 0
     parity = end * 0
@@ -196,19 +144,19 @@ def _copy_x(X, pool, M, K, weights, C: gl.constexpr):
     if C.use_pdl:
         gdc_wait()
     while done < end:
-        _, block = _tile_at(position, work, C)
+        at = tile_at(position, work, Blocks, C)
         for i in gl.static_range(gl.constexpr(C.step // C.chunk)):
             _asm(_await_asm(C.barriers_at), "=r,r,r,~{memory}", [slot * 8, parity ^ 1])
             there = view(pool, gl.constexpr(C.barriers_at // 8 + C.x_stages) + slot, gl.int64, one, mbarrier.MBarrierLayout())
             mbarrier.expect(there, C.x_bytes)
             for j in gl.static_range(gl.constexpr(C.k_blocks)):
-                copy_tile(X, [block * C.block_m, step * C.step + i * C.chunk + j * 64], there, _x_of(pool, slot, j, C))
+                copy_tile(X, [first_row(at, Blocks, C), step * C.step + i * C.chunk + j * 64], there, _x_of(pool, slot, j, C))
             slot, parity = _turn(slot, parity, C)
-        position, step, done, _ = _advance(position, step, done, work)
+        position, step, done, _ = advance(position, step, done, work)
 
 
 @gluon.jit
-def _fetch(chunk: gl.constexpr, ahead, end, K, work, weights, S: gl.constexpr, C: gl.constexpr):
+def _fetch(chunk: gl.constexpr, ahead, end, K, work, weights, Blocks, S: gl.constexpr, C: gl.constexpr):
     """Ask for the next codes: this chunk of a step."""
     slot, position, step, done, codes, rows = ahead
     left = gl.where(done < end, K - (step * C.step + chunk * C.chunk), 0)
@@ -216,9 +164,9 @@ def _fetch(chunk: gl.constexpr, ahead, end, K, work, weights, S: gl.constexpr, C
     slot = gl.where(slot == C.stages - 1, 0, slot + 1)
     codes += C.chunk // S.codes_per_word * 2
     if chunk == C.step // C.chunk - 1:
-        position, step, done, over = _advance(position, step, done, work)
+        position, step, done, over = advance(position, step, done, work)
         if over:
-            codes, rows = _codes_at(position, 0, K, work, weights, S, C)
+            codes, rows = _codes_at(position, 0, K, work, weights, Blocks, S, C)
     return slot, position, step, done, codes, rows
 
 
@@ -238,8 +186,10 @@ def _multiply(p, words, pool, slots, block: gl.constexpr, scale, zero, adds: gl.
     x_slot, parity, code_slot = slots
     last: gl.constexpr = block == C.k_blocks - 1
     following = gl.where(code_slot == C.stages - 1, 0, code_slot + 1)
-    if C.pieces == 1:
+    if C.pieces == 1 and block == 0:
         words = _words_of(pool, code_slot, gl.constexpr(C.ahead - 1), S, C)
+    elif C.pieces == 1:
+        words = load_words(pool, code_slot, block, S, C)
     packed = packed_operands(words, scale, zero, S, C)
     left = unpacked(packed, 0, S, C)
     if block == 0:
@@ -263,7 +213,9 @@ def _multiply(p, words, pool, slots, block: gl.constexpr, scale, zero, adds: gl.
 
 
 @gluon.jit
-def _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, first: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _step(
+    p, words, slots, ahead, scale, zero, pool, end, K, work, weights, Blocks, first: gl.constexpr, S: gl.constexpr, C: gl.constexpr
+):
     """A step's MMAs, and copies that are further ahead; first: of a tile."""
     for half in gl.static_range(2):
         x_slot = slots[0]
@@ -271,21 +223,21 @@ def _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, firs
         if half % C.k_blocks == 0:
             if half > 0 or not first:
                 _free_x_before(x_slot, C)
-            ahead = _fetch((half + C.ahead) % (C.step // C.chunk), ahead, end, K, work, weights, S, C)
+            ahead = _fetch((half + C.ahead) % (C.step // C.chunk), ahead, end, K, work, weights, Blocks, S, C)
     return p, words, slots, ahead
 
 
 @gluon.jit
-def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
+def _compute(pool, Partials, Semaphores, M, K, weights, Blocks, C: gl.constexpr):
     """The warps that unpack and multiply."""
     S: gl.constexpr = C.weights[0]
-    position, step, end, work = _work_of(M, K, weights, C)
+    position, step, end, work = work_of(M, K, weights, Blocks, C)
     steps, shared, first_own = work[2], work[3], work[4]
     # Codes first, ahead of the wait for the kernel before: that may write x, but not a weight.
-    codes, rows = _codes_at(position, step * C.step, K, work, weights, S, C)
+    codes, rows = _codes_at(position, step * C.step, K, work, weights, Blocks, S, C)
     ahead = (end * 0, position, step, end * 0, codes, rows)
     for i in gl.static_range(gl.constexpr(C.ahead)):
-        ahead = _fetch(i % (C.step // C.chunk), ahead, end, K, work, weights, S, C)
+        ahead = _fetch(i % (C.step // C.chunk), ahead, end, K, work, weights, Blocks, S, C)
     if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -296,24 +248,27 @@ def _compute(pool, Partials, Semaphores, M, K, weights, C: gl.constexpr):
         words = _words_of(pool, slots[2], gl.constexpr(C.ahead - 1), S, C)
     while done < end:
         stop = gl.where(done < shared, step + shared, steps)
-        tile, block = _tile_at(position, work, C)
-        _, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
-        scale, zero = load_scales(scales, zeros, n0, N - n0, step, K, S, C)
-        next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, step + 1, K, S, C)
+        at = tile_at(position, work, Blocks, C)
+        _, scales, zeros, n0, left = weight_of(at, weights, Blocks, C)
+        scale, zero = load_scales(scales, zeros, n0, left, step, K, S, C)
+        next_scale, next_zero = load_scales(scales, zeros, n0, left, step + 1, K, S, C)
         # The first step separately: its MMAs define the sums. Were they set to 0, the assembler would make all MMAs wait.
         p = gl.full([C.tile, C.block_m], 0.0, gl.float32, sums_layout(C))
-        p, words, slots, ahead = _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, True, S, C)
+        p, words, slots, ahead = _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, Blocks, True, S, C)
         for now in range(step + 1, stop):
             scale, zero = next_scale, next_zero
-            next_scale, next_zero = load_scales(scales, zeros, n0, N - n0, now + 1, K, S, C)
-            p, words, slots, ahead = _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, False, S, C)
+            next_scale, next_zero = load_scales(scales, zeros, n0, left, now + 1, K, S, C)
+            p, words, slots, ahead = _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, Blocks, False, S, C)
         sums = columns_of(warpgroup_mma_wait(0, deps=[p]), C)
         _free_x_before(slots[0], C)
-        if C.whole or stop - step == steps:
+        if Blocks is not None:
             for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
-                write_columns(sums[i], tile, block * C.block_m + i * C.sums, M, weights, S, C)
+                write_sorted(sums[i], at, i * C.sums, weights, S, C)
+        elif C.whole or stop - step == steps:
+            for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
+                write_columns(sums[i], at[0], at[1] * C.block_m + i * C.sums, M, weights, S, C)
         else:
-            exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, S, C)
+            exchange(sums, position, at[0], at[1], work, Partials, Semaphores, M, weights, S, C)
         done += stop - step
         position = gl.where(done == shared, first_own, position + gl.num_programs(0))
         step = end * 0
@@ -326,7 +281,8 @@ def linear_large(
     Semaphores,  # int32, one for each tile that is split, zero before and after
     M,
     K,
-    weights: Weights,
+    weights: Weights,  # with routing one stack: N of its features are an expert
+    Blocks,  # with routing int32 [blocks + 1, 4], see linear/experts_sort.py; else None
     C: gl.constexpr,
 ):
     """One program's share of all tiles: 128 out features times C.block_m batch rows."""
@@ -338,7 +294,10 @@ def linear_large(
     check_addresses(pool, S, C)
     barrier()
     gl.warp_specialize(
-        [(_compute, (pool, Partials, Semaphores, M, K, weights, C)), (_copy_x, (X, pool, M, K, weights, C))],
+        [
+            (_compute, (pool, Partials, Semaphores, M, K, weights, Blocks, C)),
+            (_copy_x, (X, pool, M, K, weights, Blocks, C)),
+        ],
         [1],
         [C.copy_registers],
     )
@@ -348,10 +307,21 @@ def linear_large(
 
 
 def launches(
-    x: torch.Tensor, weights: Weights, plan: GemmPlan, partials: torch.Tensor, semaphores: torch.Tensor, around: None = None
+    x: torch.Tensor,
+    weights: Weights,
+    plan: GemmPlan,
+    partials: torch.Tensor | None,
+    semaphores: torch.Tensor | None,
+    around: None = None,
+    blocks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """As `mma.launches`. The kernel takes a TMA descriptor of x in place of its address."""
+    """As `mma.launches`. The kernel takes a TMA descriptor of x in place of its address.
+
+    blocks: with routing, the list of blocks of sorted pairs, each a row of the batch and of the result; weights are one stack then
+    (`ring.stack_of`), and there is no workspace.
+    """
     spec = plan.spec
     described = TensorDescriptor.from_tensor(x, [spec.block_m, 64], _x_layout())
     options = {"launch_pdl": spec.use_pdl, "num_warps": spec.warps, "maxnreg": spec.registers}
-    return [Launch(linear_large, (plan.programs,), (described, partials, semaphores, *x.shape, weights, spec), options)]
+    arguments = (described, partials, semaphores, *x.shape, weights, blocks, spec)
+    return [Launch(linear_large, (plan.programs,), arguments, options)]

@@ -14,13 +14,15 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import barrier
 from halfbyte.kernels.linear.operands import halves
-from halfbyte.kernels.linear.results import write_tile
+from halfbyte.kernels.linear.results import activated, routed_results, row_layout, write_tile
 
 
 @gluon.jit
 def columns_of(v, C: gl.constexpr):
     """Sums [tile, block_m] as two or four tensors of C.sums columns."""
-    if C.block_m == 2 * C.sums:
+    if C.block_m == C.sums:
+        return (v,)
+    elif C.block_m == 2 * C.sums:
         return halves(gl.permute(gl.reshape(v, [C.tile, 2, C.sums]), [0, 2, 1]), 1)
     else:
         return halves(gl.permute(gl.reshape(v, [C.tile, 2, 2, C.sums]), [0, 3, 1, 2]), 2)
@@ -31,6 +33,22 @@ def write_columns(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constex
     """Sums [tile, C.sums] to y, from `first_row` on."""
     unit: gl.constexpr = S.unit(C.dtype) / C.unit
     write_tile(v * unit, tile, first_row, M, weights, S, C)
+
+
+@gluon.jit
+def write_sorted(v, at, column, weights, S: gl.constexpr, C: gl.constexpr):
+    """Sums [tile, C.sums] of a tile, from a column on, to its pairs' rows of y."""
+    expert, n0, first, end = at
+    out = weights.outs[0]
+    half: gl.constexpr = out.dtype.element_ty
+    unit: gl.constexpr = S.unit(C.dtype) / C.unit
+    v = routed_results(v * unit, expert, n0, weights, S, C).to(half)
+    v = gl.convert_layout(v, row_layout(C))
+    v = activated(v.to(gl.float32), C).to(half)
+    n = n0 // C.epilogue.halves + gl.arange(0, C.tile // C.epilogue.halves, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = first + column + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    width = weights.features[0] // C.epilogue.halves
+    gl.store(out + (m.to(gl.int64) * width + n), v, mask=(m < end) & (n < width))
 
 
 @gluon.jit
