@@ -227,6 +227,17 @@ def test_lse_over_latents_is_within_its_stated_bound(outlier: float) -> None:
     assert (error <= lse_bound(q, stored) + rounding).all()
 
 
+@pytest.mark.parametrize("heads", [16, 32])
+def test_maxima_over_latents_move_behind_the_first_tile(heads: int) -> None:
+    """Scores grow by far in later tiles: for some rows or for all, and back."""
+    call = build(Case(Variant("int8", "int8", group=heads, batch=1, **LATENT), 1, (600,)), "cpu")
+    scales = call.cache.keys.scales
+    assert scales is not None
+    scales[:, :, 200:210] *= 30
+    scales[:, :, 400:] *= 90
+    assert not call.wrong(*_attend(call, ORDERS[0], 1))
+
+
 @pytest.mark.parametrize("hidden", [float("inf"), 1e30])
 def test_a_token_of_a_tail_is_in_no_other_score(hidden: float) -> None:
     """Not of tokens behind it, where `starts` hides it, and not of those before, for a query that must not see it."""
