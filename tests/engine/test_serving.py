@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import torch
-from engines import EXACT, SHIPPED, TEXT, assert_same, engine, generate, metric, save
+from engines import EXACT, SHIPPED, TEXT, Said, assert_same, engine, generate, metric, save
 from safetensors.torch import load_file, save_file
 from test_refusals import refused
 from tiny_models import LLAMA, made
-from transformers import MistralConfig
+from transformers import GraniteMoeHybridConfig, MistralConfig
 
 from halfbyte.vllm.names import backend_name
 
@@ -118,3 +118,19 @@ def test_an_eagle_head_drafts(tmp_path: Path) -> None:
         said = generate(llm, PROMPTS, 40)
         assert metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
     assert_same(said, expected, within=1e-4)
+
+
+def test_hybrids(tmp_path: Path) -> None:
+    """Attention between layers with states: at first what stock says, before rounding parts texts; chunks change nothing."""
+    sizes = LLAMA | {"hidden_size": 128, "num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2}
+    states = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
+    config = GraniteMoeHybridConfig(**sizes, **states, num_local_experts=0, shared_intermediate_size=128)
+    model, prompts = save(made(config), tmp_path / "granite"), [[7 * i % 100 for i in range(n)] for n in (20, 90, 40)]
+    said = []
+    for backend, most in ((None, 256), (backend_name("fp16", "fp16"), 256), (backend_name("fp16", "fp16"), 32)):
+        options = {"max_num_batched_tokens": most, "enable_prefix_caching": False, "gpu_memory_utilization": 0.1}
+        with engine(model, backend=backend, **options) as llm:
+            said.append(generate(llm, prompts))
+    assert_same(said[2], said[1], within=1e-3)
+    first = [[Said(text.tokens[:2], text.logprobs[:2]) for text in texts] for texts in said]
+    assert_same(first[1], first[0])
