@@ -191,7 +191,7 @@ class DecodeLatentSpec(DecodeSpec):
     def shared_bytes(self) -> int:
         ring = self.ring_bytes // self.stages * (self.stages + self.pad_slots)
         dims = sum(s.codes_per_word * s.padded for s in (self.keys, self.values))
-        return ring + 2 * self.padded_rows * (dims + self.tile) + 4 * self.warps * self.padded_rows
+        return ring + 2 * self.padded_rows * (dims + self.tile) + 4 * self.warps * (self.padded_rows + 1)
 
 
 @dataclass(frozen=True)
