@@ -161,6 +161,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RECORDS)
     given = parser.parse_args()
     environment = asdict(where_and_how(describe("cpu"), 1))
+    environment["command"] = environment["command"].replace(str(given.output), given.output.name)
     for file in given.files or TESTS:
         mutants = every(file, (seeded.SOURCES["halfbyte"] / file).read_text())
         drawn = random.Random(given.seed).sample(mutants, min(given.count, len(mutants)))
