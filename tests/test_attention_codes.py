@@ -41,7 +41,7 @@ def test_keys_are_masked_in_place(spec: KVSpec) -> None:
 
 
 def test_the_last_code_of_values_is_the_second_byte(spec: KVSpec) -> None:
-    keys, values = numbers(layouts.unpack(words(), spec)), numbers(layouts._unpack_values(words(), spec))
+    keys, values = numbers(layouts.unpack(words(), spec)), numbers(layouts.unpack_values(words(), spec))
     assert torch.equal(values[:-1], keys[:-1])
     assert torch.equal(values[-1] * spec.step, (WORDS >> 8).double())
     assert torch.equal(values[-1] - values[spec.per_byte : -1].sum(0), keys[-1])

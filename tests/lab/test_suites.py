@@ -136,7 +136,7 @@ def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.Monk
     suite_module.run(s, jobs)
     assert s.interrupted
     assert not s.records
-    assert [(70 < count < 125, *rest) for count, *rest in asked] == [(True, (9, 0), suite_module._WORTH)]
+    assert [(70 < count < 140, *rest) for count, *rest in asked] == [(True, (9, 0), suite_module._WORTH)]
     precompiled = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, Precompiled)}
     assert precompiled == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob", "CapacityJob"}
 
