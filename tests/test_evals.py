@@ -425,9 +425,10 @@ def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.Captu
     assert run("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)) == 0
     assert "equal bit for bit" in capsys.readouterr().out
     assert run("generate", str(folder), "--prompt", "def f(", "--keys", "int8", "--tokens", "5", "--dtype", "fp16") == 0
-    said = capsys.readouterr().out
-    assert said.startswith("def f(")
-    assert len(said) == len("def f(") + 5 + 1
+    said = capsys.readouterr()
+    assert said.out.startswith("def f(")
+    assert len(said.out) == len("def f(") + 5 + 1
+    assert re.search(r"^5 tokens, \d+\.\d tokens/s$", said.err, re.MULTILINE)
     errors = {
         ("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)): "exists",
         ("quantize", "demo", "--weights", "int3", "-o", str(tmp_path / "x")): "weights='int3'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,8 +102,15 @@ def _continue(model: Any, tokenizer: Tokenizer, text: str, ids: list[int], optio
     torch.manual_seed(seed)
     print(text, end="", flush=True)
     streamer = _Printer(tokenizer, model.generation_config.eos_token_id)
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
+    start = time.perf_counter()
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
     print()
+    _say_rate(tokens.shape[1] - len(ids), time.perf_counter() - start)
+
+
+def _say_rate(tokens: int, seconds: float) -> None:
+    """What an answer took, the prompt included, next to it."""
+    console(stderr=True).print(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s", style="dim", highlight=False)
 
 
 class _Printer:
@@ -146,15 +154,13 @@ def _chat(model: str, load: Callable[[], Any], options: dict[str, Any], seed: in
     assert formats is not None
     conversation.cache = formats.make(lm, 1024 + options["max_new_tokens"])
     torch.manual_seed(seed)
-    ask = console(stderr=True)
     while line := _line("> " if sys.stdin.isatty() else ""):
         try:
             conversation.answer(line.strip())
         except KeyboardInterrupt:
             print()
             continue
-        rate = conversation.tokens / conversation.seconds
-        ask.print(f"{conversation.tokens} tokens, {rate:.1f} tokens/s", style="dim", highlight=False)
+        _say_rate(conversation.tokens, conversation.seconds)
 
 
 def _line(prompt: str) -> str:
