@@ -53,8 +53,7 @@ class Product:
     def run(self, tiles: PortableTiles) -> list[torch.Tensor]:
         features, rows = [w.shape[0] for w in self.weights], self.x.shape[0]
         outs = [torch.full((rows, n), torch.nan, dtype=self.x.dtype) for n in features]
-        problem = GemmProblem(tuple((w.format, w.shape[0]) for w in self.weights), rows, self.x.shape[1], "bf16")
-        workspace = torch.full((tiles.floats(problem),), torch.nan)
+        workspace = torch.full((tiles.floats(features, rows),), torch.nan)
         counters = torch.zeros(tiles.count(features, rows), dtype=torch.int32)
         launch([self.x] * len(features), self.weights, self.biases[: len(features)], outs, tiles, workspace, counters)
         assert not counters.any(), "counters are zero again"
