@@ -155,7 +155,7 @@ KEPT = [
 def kept(stages: int, slots: int, rows: int = 1) -> MmaSpec:
     """A plan with so many stages, and with slots for the scales of so many steps."""
     weight = WEIGHT_FORMATS["int4_sym_g128"]
-    found = mma_plan(GemmProblem(((weight, 8192),), rows, 8192, "bf16"), H200, use_pdl=True)
+    found = mma_plan(GemmProblem(((weight, 16384),), rows, 8192, "bf16"), H200, use_pdl=True)
     assert not isinstance(found, str), found
     assert isinstance(found.spec, MmaSpec)
     return replace(found.spec, stages=stages, scale_slots=slots)
@@ -242,6 +242,7 @@ def test_barriers_count_who_arrives(stages: int, slots: int, rows: int, monkeypa
 def test_a_stream_meets_behind_its_copies_and_apart_from_others(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each warp alone, or each stream at a barrier of its own, none of which is the block's: 0."""
     spec = kept(2, 3, rows)
+    assert (spec.warps_m == 1) == (rows == 1)
     block = threads_of(spec, monkeypatch)
     sync.make_barriers(spec)
     sync.meet(torch.tensor(0, dtype=torch.int32), 1, spec)
