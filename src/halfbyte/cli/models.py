@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from transformers import TextStreamer
 
     from halfbyte.hf.text import Tokenizer
 
@@ -53,7 +54,7 @@ def generate(
     dtype: Dtype = settings.HALVES[0],
     device: Where = None,
 ) -> None:
-    """Generate text with a packed cache, printing tokens as they come: what continues --prompt, or the answers of a --chat."""
+    """Generate text with a packed cache, printing words as they come: what continues --prompt, or the answers of a --chat."""
     from halfbyte import hf
     from halfbyte.device import describe
     from halfbyte.formats import weight_format
@@ -95,17 +96,22 @@ def generate(
 
 
 def _continue(model: Any, tokenizer: Tokenizer, text: str, ids: list[int], options: dict[str, Any], seed: int) -> None:
-    """Print a text, whose tokens are `ids`, and what `generate()` continues it with."""
+    """Print a text, whose tokens are `ids`, and what `generate()` continues it with, word by word."""
     import torch
 
     prompt = torch.tensor([ids], device=model.device)
     torch.manual_seed(seed)
     print(text, end="", flush=True)
-    streamer = _Printer(tokenizer, model.generation_config.eos_token_id)
     start = time.perf_counter()
-    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
-    print()
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=_streamer(tokenizer), **options)
     _say_rate(tokens.shape[1] - len(ids), time.perf_counter() - start)
+
+
+def _streamer(tokenizer: Any) -> TextStreamer:
+    """Prints what comes behind a prompt."""
+    from transformers import TextStreamer
+
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def _say_rate(tokens: int, seconds: float) -> None:
@@ -113,42 +119,19 @@ def _say_rate(tokens: int, seconds: float) -> None:
     console(stderr=True).print(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s", style="dim", highlight=False)
 
 
-class _Printer:
-    """A streamer of `generate()`, in transformers' words: prints tokens behind the prompt as soon as they are whole characters."""
-
-    def __init__(self, tokenizer: Tokenizer, ends: int | list[int] | None) -> None:
-        self._tokenizer, self._ends = tokenizer, ends if isinstance(ends, list) else [ends]
-        self._ids: list[int] | None = None  # the prompt is yet to come
-        self._shown = 0
-
-    def put(self, tokens: torch.Tensor) -> None:
-        """The prompt, then each token."""
-        if self._ids is None:
-            self._ids = []
-            return
-        self._ids += [token for token in tokens.flatten().tolist() if token not in self._ends]
-        if not self._tokenizer.decode(self._ids).endswith("\ufffd"):
-            self.end()
-
-    def end(self) -> None:
-        """Print what has not been."""
-        text = self._tokenizer.decode(self._ids or [])
-        print(text[self._shown :], end="", flush=True)
-        self._shown = len(text)
-
-
 def _chat(model: str, load: Callable[[], Any], options: dict[str, Any], seed: int) -> None:
     """Answer each line of standard input until it ends; Ctrl-C ends an answer, or the conversation between two."""
     import torch
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import AutoTokenizer
 
     from halfbyte.hf import Chat
     from halfbyte.hf.default_cache import cache_settings
     from halfbyte.paths import resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    conversation = Chat(None, tokenizer, None, streamer=streamer, **options)  # no template: refused before the model is loaded
+    conversation = Chat(
+        None, tokenizer, None, streamer=_streamer(tokenizer), **options
+    )  # no template: refused before the model is loaded
     conversation.model = lm = load()
     formats = cache_settings(lm)
     assert formats is not None

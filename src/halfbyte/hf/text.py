@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
     @property
     def frame(self) -> tuple[str, str]: ...
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str: ...
 
 
 class ByteTokenizer:
@@ -35,7 +35,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
@@ -58,8 +58,8 @@ class _FromTransformers:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids))
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 def load_tokenizer(model: str, vocab_size: int) -> Tokenizer:
