@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,17 +19,7 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -42,12 +31,13 @@ from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.compiling import cache_folder
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.ops.workspace import replay_in_turn
-from halfbyte.plans.prompts import MOST_SCRATCH, bucket, groups
+from halfbyte.plans.prompts import MOST_SCRATCH
 from halfbyte.tensors import KeyTransform
+from halfbyte.vllm.batches import HalfbyteBuilder, HalfbyteMetadata
 from halfbyte.vllm.calibrated import layer_transform
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
-from halfbyte.vllm.prompts import FlashPrompts, Ragged, flash_prompts
+from halfbyte.vllm.prompts import FlashPrompts, flash_prompts
 from halfbyte.vllm.warm_up import Limits, warm_up
 
 #: A child of vLLM's logger, so that vLLM prints it.
@@ -133,69 +123,6 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
         except HalfbyteError as error:
             return str(error)
         return None
-
-
-@dataclass
-class HalfbyteMetadata(AttentionMetadata):  # type: ignore[misc]
-    """A batch: the requests that decode, which come first, and those with longer queries, in groups."""
-
-    parts: list[Ragged]
-
-
-class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: ignore[misc]
-    """Splits a batch by what the host knows, without synchronizing."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
-        self.query_heads, self.exact = impl.num_heads // impl.num_kv_heads, impl.options.prefill == "exact"
-        self.scratch = 0 if impl.prompts is None else impl.prompts.tokens
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> HalfbyteMetadata:
-        m = common_attn_metadata
-        if m.causal is not True:
-            raise Unsupported("this model's attention is not causal; halfbyte's cache serves decoders")
-        threshold = self.reorder_batch_threshold or 1
-        decodes, prefills, tokens, _ = split_decodes_and_prefills(m, threshold, require_uniform=True)
-        parts = []
-        if decodes:
-            longest = tokens // decodes if prefills else m.max_query_len
-            some = slice(0, decodes)
-            parts.append(
-                Ragged(slice(0, tokens), m.query_start_loc[: decodes + 1], longest, m.seq_lens[some], m.block_table_tensor[some])
-            )
-        return HalfbyteMetadata(parts + self._groups(m, decodes, threshold) if prefills else parts)
-
-    def _groups(self, m: CommonAttentionMetadata, first: int, threshold: int) -> list[Ragged]:
-        """The requests from `first` on. Index tensors are copied, since kernels are compiled for aligned ones."""
-        starts = m.query_start_loc_cpu[first : m.num_reqs + 1].tolist()
-        bounds = m.seq_lens_cpu_upper_bound
-        lengths = [m.max_seq_len] * (m.num_reqs - first) if bounds is None else bounds[first : m.num_reqs].tolist()
-        queries = [end - begin for begin, end in pairwise(starts)]
-        parts = []
-        for group in groups(queries, lengths, query_heads=self.query_heads, scratch=self.scratch, drafts=threshold):
-            mine, some = slice(group.first, group.last), slice(first + group.first, first + group.last)
-            begin, end = starts[group.first], starts[group.last]
-            if begin == end:  # requests that pad the batch
-                continue
-            most = max(queries[mine])
-            parts.append(
-                Ragged(
-                    slice(begin, end),
-                    m.query_start_loc[some.start : some.stop + 1] - begin,
-                    most if group.unpacked else bucket(most, threshold),
-                    m.seq_lens[some].clone(),
-                    m.block_table_tensor[some].clone(),
-                    self.exact and not group.decodes,  # drafts are read as stored, whatever their neighbors in the batch
-                    tuple(zip(queries[mine], lengths[mine], strict=True)) if group.unpacked else (),
-                )
-            )
-        return parts
 
 
 class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]

@@ -216,7 +216,7 @@ def _build(step: Step) -> Call:
     """The plugin's metadata of one step, from vLLM's."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from halfbyte.vllm.backend import HalfbyteBuilder
+    from halfbyte.vllm.batches import HalfbyteBuilder
 
     builder = HalfbyteBuilder.__new__(HalfbyteBuilder)  # `build` reads nothing else of an engine
     builder.reorder_batch_threshold = 1
