@@ -48,6 +48,8 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         PLACE.sync()
     except RuntimeError as error:
         pytest.exit(f"{request.node.nodeid} left the GPU in error, nothing after it would run: {error}", returncode=1)
+    if not DRY and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # fifteen processes share one GPU: what each keeps for itself amounts to all of it
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -28,7 +28,7 @@ from halfbyte_lab.tune.search import linear_choices
         ("mxfp4", 1, (12345,), 2176),
         ("nf4", 16, (12345,), 2176),
         ("int8_col", 8, (1000, 200, 40), 1024),
-        ("int4_sym_g128", 40, (12345,), 2176),
+        ("int4_sym_g128", 32, (12345,), 2176),
     ],
 )
 def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tuple[int, ...], width: int) -> None:
