@@ -13,6 +13,7 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, Shape, weight_format
+from halfbyte.hooks import keep_hooks
 from halfbyte.ops.linear import linear, linear_of_parts, projections, projections_of_parts
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import PARTS, QuantTensor, expected_parts
@@ -344,14 +345,12 @@ def _become(kind: type[LinearT], layer: QuantLinear) -> LinearT:
 
 
 def _adopt(made: QuantLinear, layer: QuantLinear) -> None:
-    """Give `made` the parameters of `layer`, the same objects.
-
-    Forward hooks of a parallel plan are dropped: a column-parallel layer of local activations does not need them.
-    """
+    """Give `made` the parameters and hooks of `layer`, the same objects."""
     made.out_features, made.in_features, made.format_name = layer.out_features, layer.in_features, layer.format_name
     made.parallel_style, made.training, made._weight = layer.parallel_style, layer.training, None
     for name, parameter in layer._parameters.items():
         made.register_parameter(name, parameter)
+    keep_hooks(layer, made)
 
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,9 @@ def test_what_nobody_named_is_told_in_a_line(build, capsys, monkeypatch):
     assert line in capsys.readouterr().err
     hf.quantize(build("llama"), CPU_WEIGHTS)
     assert "no format was named" not in capsys.readouterr().err
+    for text in (hf.quantize.__doc__, (Path(__file__).parents[2] / "docs/guides/transformers.md").read_text()):
+        words = " ".join(text.replace("`", "").split())
+        assert all(x in words for x in (WEIGHTS, CPU_WEIGHTS, f'clip="{CLIP}"', f"{KEYS} keys", f"{VALUES} values"))
 
 
 @pytest.mark.parametrize(

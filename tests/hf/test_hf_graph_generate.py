@@ -477,6 +477,6 @@ def test_an_assistant_reaches_transformers(packed, prompt):
 
 @pytest.mark.usefixtures("falls_back")
 def test_a_generator_is_not_dropped_in_silence(packed, prompt):
-    options = {"num_beams": 2, "max_new_tokens": 2}
-    with pytest.raises(Unsupported, match="generator= belongs to"):
-        packed().generate(prompt(1), generator=torch.Generator(), **options)
+    for options in ({"num_beams": 2}, {"recorded": False}):
+        with pytest.raises(Unsupported, match="generator= belongs to"):
+            packed().generate(prompt(1), generator=torch.Generator(), max_new_tokens=2, **options)

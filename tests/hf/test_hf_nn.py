@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
 import halfbyte
@@ -88,6 +89,22 @@ def test_fused_model_is_the_same_model(build, prompt, family):
         assert unfuse(model) == model.config.num_hidden_layers + pairs
         assert type(model.model.layers[0].self_attn.k_proj) is QuantLinear
         assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_hooks_stay_with_a_layer_that_is_replaced(build, prompt, fused):
+    """Those of the user; pruning's would look for the 16-bit weight."""
+    model, calls = build("llama"), []
+    layer = model.model.layers[0].self_attn
+    handle = layer.k_proj.register_forward_hook(lambda module, args, kwargs, out: calls.append(out.shape), with_kwargs=True)
+    layer.o_proj.register_forward_pre_hook(lambda *args: calls.append("o"))
+    prune.random_unstructured(layer.q_proj, "weight", 0.5)
+    hf.quantize(model, "int4_g32", fuse_qkv=fused)
+    model(prompt())
+    assert calls == [(2, 21, 64), "o"]
+    handle.remove()
+    model(prompt())
+    assert calls[2:] == ["o"]
 
 
 @pytest.mark.parametrize("wrapped", [("q_proj",), ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")])

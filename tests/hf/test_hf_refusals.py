@@ -126,6 +126,7 @@ def test_nan_in_a_weight_changes_nothing(build):
         ({"keys": "int8", "fuse_qkv": True}, "needs quantized weights"),
         ({"keys": "int8", "fuse_gate_up": True}, "fuse_gate_up=True needs quantized weights"),
         ({"weights": "nf4", "rotate_keys": True}, "about the KV cache"),
+        ({"weights": "nf4", "fuse_qkv": "no"}, "fuse_qkv='no'; expected True or False"),
     ],
 )
 def test_options(build, options, message):
@@ -152,6 +153,15 @@ def test_twice(build):
     with pytest.raises(InvalidArgument, match="quantized already"):
         hf.quantize(model, "int4_g32")
     assert hf.quantize(model, keys="int8") is model
+
+
+def test_a_cache_of_other_sequences_is_named(build, prompt):
+    model = hf.quantize(build("llama"), keys="int8")
+    cache = hf.PackedCache(model, 64, values="int8")
+    for _ in range(2):
+        model(prompt(2), past_key_values=cache)
+        with pytest.raises(InvalidArgument, match="past_key_values holds 2 sequences, and the input 1"):
+            model(prompt(1), past_key_values=cache)
 
 
 def test_cache_without_the_attention(build):

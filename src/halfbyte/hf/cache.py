@@ -161,6 +161,12 @@ class PackedCache(Cache):  # type: ignore[misc]
                     f"some layers only ({reached} of {len(self._packed)} hold any; a model of fewer layers needs its own cache); "
                     f"call {'restore() on the cache to forget them, or ' * (not self.has_states)}reset(). {_CROSS}"
                 )
+            kv = self.layers[layer_idx].kv
+            if kv is not None and kv.batch != key_states.shape[0]:
+                raise InvalidArgument(
+                    f"past_key_values holds {kv.batch} sequences, and the input {key_states.shape[0]}: pass the same ones, choose "
+                    f"by batch_select_indices or batch_repeat_interleave of the cache, or make another cache"
+                )
             self._open = True
         try:
             result = super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 from halfbyte.calibrated_keys import CalibratedKeys, read_calibration
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.graph_generate import DecodeLoop
+from halfbyte.hf.graph_generate import DecodeLoop, refuse_generator
 from halfbyte.hf.model_support import BUCKET, CACHE, NAME, NO_WEIGHTS, layer_types, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.settings import default_impl
@@ -125,6 +125,7 @@ class Generate(Replaced):
         check(not on_meta, "this model is on the meta device, where weights have no numbers; load it again to generate")
         with ExitStack() as uses:
             if not recorded or own is not GenerationMixin.generate or kwargs.get("custom_generate") is not None:
+                refuse_generator(generator)
                 return own(self.view(False, uses), *args, **kwargs)
             loop = DecodeLoop(self.model, fuse_blocks, generator)
             return own(self.view(True, uses), *args, **{**kwargs, "custom_generate": loop})

@@ -164,8 +164,7 @@ def _why_no_lookup(model: Any, choice: Choice, inputs: dict[str, Any], batch: in
 def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generator | None, options: dict[str, Any]) -> Any:
     input_ids, processor, criteria, config = call
     options = {name: x for name, x in options.items() if x is not None}
-    if generator is not None:
-        raise Unsupported("generator= belongs to recorded steps, which cannot run this call; use torch.manual_seed")
+    refuse_generator(generator)
     mode = config.get_generation_mode(options.get("assistant_model"))
     name = GENERATION_MODES_MAPPING[mode]
     if "/" in name:
@@ -174,6 +173,12 @@ def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generat
     if mode.value != "assisted_generation":
         options.pop("inputs_tensor", None)
     return loop(model, input_ids, logits_processor=processor, stopping_criteria=criteria, generation_config=config, **options)
+
+
+def refuse_generator(generator: torch.Generator | None) -> None:
+    """Raise for a generator where transformers' loop draws samples, which takes none."""
+    if generator is not None:
+        raise Unsupported("generator= belongs to recorded steps, which cannot run this call; use torch.manual_seed")
 
 
 class _Lookup(NamedTuple):

@@ -285,14 +285,15 @@ class Quantization:
             weights = CPU_WEIGHTS if self.device_type == "cpu" else WEIGHTS
             every |= {} if packed or _held_quantizer(self.model) else {"weights": weights, "clip": CLIP}
             self.takes_defaults = True
+        for name in ("fuse_qkv", "fuse_gate_up", "rotate_values"):
+            check(isinstance(every[name], bool), f"{name}={every[name]!r}; expected True or False")
         for name in ("fuse_qkv", "fuse_gate_up"):
             fits = not every[name] or packed or every["weights"] is not None
             check(fits, f"{name}=True needs quantized weights; pass weights= as well")
         skips = every["skip_modules"]
         check(not isinstance(skips, str), f"skip_modules={skips!r} is a string; pass a tuple: ({skips!r},)")
-        layers, rotate = every["skip_layers"], every["rotate_values"]
+        layers = every["skip_layers"]
         check(isinstance(layers, Iterable), f"skip_layers={layers!r}; pass the numbers of layers, such as (0, -1)")
-        check(isinstance(rotate, bool), f"rotate_values={rotate!r}; expected True or False")
         return {**every, "skip_modules": tuple(skips), "skip_layers": tuple(layers)}
 
     def _rotate_values(self, loading: bool) -> None:

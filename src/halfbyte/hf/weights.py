@@ -40,6 +40,7 @@ from halfbyte.hf.mixtures import (
 )
 from halfbyte.hf.model_support import blocks, encoder_blocks
 from halfbyte.hf.progress_bar import progress_bar
+from halfbyte.hooks import keep_hooks
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.ops.all_reduce import AllReduce, of_all
 
@@ -262,6 +263,8 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     if owner._parameters.pop(child, None) is not None:
         owner._parameters.pop(f"{child}_bias", None)
         vars(owner)["_is_hf_initialized"] = True  # transformers must not fill with random numbers what is gone
+    if isinstance(before := getattr(owner, child, None), nn.Module):
+        keep_hooks(before, module)
     module.train(model.training)
     setattr(owner, child, module)
 
