@@ -10,8 +10,12 @@ from docgen.sources import tables
 _SIZES = "Llama 3 8B's sizes with random weights"
 
 
-#: Modes of the rig: vLLM alone, with halfbyte's cache, and with its weights, too.
-_MODES = ("bf16", "hb_int8_int4", "w4_hb_int8_int4")
+#: Modes of the rig: vLLM alone, with halfbyte's cache, and with its weights, the output layer's in INT8, too.
+_MODES = ("bf16", "hb_int8_int4", "w4h_hb_int8_int4")
+#: The last of them with a 16-bit output layer.
+_PLAIN_HEAD = "w4_hb_int8_int4"
+#: Cold requests x tokens of each + new ones.
+_LOAD = "96x8192+128"
 _Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
@@ -29,13 +33,15 @@ def in_vllm() -> str:
     columns = ("16 bits", "INT8 / INT4 cache", "and INT4 weights")
     heads = ("requests x context", f"step, {columns[0]}, ms", *columns[1:], f"prompts, {columns[0]}, tokens/s", *columns[1:])
     stock, middle, packed = (rows["engine", mode, ""] for mode in _MODES)
-    env = packed["environment"]
+    env, shapes = packed["environment"], _shapes(rows, "decode", (_PLAIN_HEAD,))
+    plain = ", ".join(_figure(rows, "decode", _PLAIN_HEAD, shape, "step_ms", 2) for shape in shapes)
+    fit = f"{stock['kv_tokens']:,}, {middle['kv_tokens']:,} and {packed['kv_tokens']:,}"
     told = (
         f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights in "
-        f"bf16 or in int4_g128, the output layer in bf16. Tokens that fit: {stock['kv_tokens']:,}, {middle['kv_tokens']:,} and "
-        f"{packed['kv_tokens']:,}. The columns of 16 bits and of INT4 weights ran one after the other on one GPU; the middle "
-        f"column and 8 x 16,384 on others of that kind. With an empty kernel cache the engine with INT4 weights, the first on its "
-        f"machine, took {packed['start_s']:.0f} s to start; stock's took {stock['start_s']:.0f} s behind it."
+        f"bf16, or in int4_g128 with the output layer in int8_col. Tokens that fit: {fit}. The columns of 16 bits and of INT4 "
+        f"weights ran in one session on two GPUs of one host, the rest on others of that kind. With INT4 weights and the output "
+        f"layer in bf16 a step of {_listed(shapes)} took {plain} ms. With an empty kernel cache the engine with INT4 weights took "
+        f"{packed['start_s']:.0f} s to start, stock's {stock['start_s']:.0f} s."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 
@@ -59,7 +65,9 @@ def hits_in_vllm() -> str:
         "new tokens/s, 16 bits",
         "INT8 / INT4 cache and INT4 weights",
     )
-    return tables.markdown(heads, lines)
+    (batch, _, new), loads = _LOAD.partition("+"), (f"{rows['serve', mode, _LOAD]['all_tok_s']:,.0f}" for mode in modes)
+    told = f"{_batch(batch)} cold prompts with {new} new tokens each: {' and '.join(loads)} tokens/s."
+    return f"{tables.markdown(heads, lines)}\n\n{told}"
 
 
 def _in_vllm() -> _Rows:
@@ -76,6 +84,11 @@ def _figure(rows: _Rows, what: str, mode: str, shape: str, name: str, digits: in
 def _batch(shape: str) -> str:
     """ "8x8192" as "8 x 8,192"."""
     return " x ".join(f"{int(number):,}" for number in shape.split("x"))
+
+
+def _listed(shapes: list[str]) -> str:
+    """Batches in words."""
+    return ", ".join(map(_batch, shapes))
 
 
 def _shapes(rows: _Rows, what: str, modes: tuple[str, ...]) -> list[str]:

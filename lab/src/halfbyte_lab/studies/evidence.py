@@ -353,7 +353,7 @@ def calibrated_table(measured: Sequence[Record]) -> Table:
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """KL divergence against bits of caches and of weights on prose in bf16, beside the toy: the limit of what is safe, and what
-    published changes of perplexity amount to.
+    published changes of perplexity amount to. Names are of formats that every text judges: more would cover each other.
     """
     limit = 2 * floors(measured).get("prose, bf16", 0.0)
     figures = []
@@ -361,7 +361,10 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         rows = [r for r in measured if r.op == op and r.case == "prose, bf16" and r.error and r.formats not in exact]
         names = {r.formats for r in rows}
         toy = [r for r in measured if (r.op, r.case) == (toy_op, TOY) and r.formats in names and r.error and r.bits]
-        points = [charts.Point(r.formats, bits_of(r)[0], r.error or 0.0, real_model.NAME) for r in rows]
+        judged = {r.formats for r in measured if r.op == op and r.case == "code, bf16"} or names
+        points = [
+            charts.Point(r.formats if r.formats in judged else "", bits_of(r)[0], r.error or 0.0, real_model.NAME) for r in rows
+        ]
         points += [charts.Point("", bits_of(r)[0], r.error or 0.0, "the shipped toy, fp32") for r in toy]
         rules = [(limit, f"safe up to {limit:.1e}")] * (limit > 0) + list(PUBLISHED)
         x_label = f"bits an element (16-bit tokens counted at {CONTEXTS[0]:,})"
