@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 import halfbyte
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, attention_varlen, unpack_pages
+from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import bucket, groups
 from halfbyte.vllm.warm_up import Limits, compile_linear, warm_up
@@ -113,6 +114,35 @@ def test_a_day_of_requests_compiles_nothing(case: str, variants: Variants) -> No
             room -= queries[-1]
         layer.step(decodes, drafts, queries, [draw.randrange(1500) for _ in queries])
         assert variants.keys <= known, (decodes, drafts, queries, sorted(name for name, *_ in variants.keys - known))
+
+
+class Latents(Layer):
+    """A layer with MLA: decodes alone, as `HalfbyteMLAImpl.attend_codes` computes them."""
+
+    def __init__(self, keys: str, values: str) -> None:
+        super().__init__("int8", "int8", "cache", None, 0)
+        self.formats, self.num_kv_heads, layout = LayerFormats(keys, values, False), 1, PageLayout(keys, values, 64, 512)
+        self.sides = layout.buffers(torch.zeros(64, 1, 16, layout.token_head_bytes, dtype=torch.uint8))
+        self.q = torch.zeros(LIMITS.tokens, HEADS, 576, dtype=torch.bfloat16)
+        self.k, self.v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16) for dim in (64, 512))
+
+    def attend_codes(self, cache: Any, cu_seqlens_q: Any, most: int, query: Any, new: Any, out: Any) -> None:
+        q, into = (t.unflatten(0, (-1, most)).transpose(1, 2) for t in (query, out))
+        decode_attention(q, cache, sm_scale=0.1, out=into, latent=True)
+
+
+@pytest.mark.parametrize(("keys", "values"), [("bf16", "int8"), ("int8", "int4"), ("int8", "int4_g32")])
+def test_a_day_of_latents_compiles_nothing(keys: str, values: str, variants: Variants) -> None:
+    layer = Latents(keys, values)
+    layer.warm_up(LIMITS._replace(tokens=0))
+    known = set(variants.keys)
+    assert known
+    for drafts in range(1, LIMITS.drafts + 1):
+        for decodes in range(1, LIMITS.requests + 1):
+            cache = PagedView(*layer.sides, torch.zeros(decodes, dtype=torch.int32), torch.zeros(decodes, 128, dtype=torch.int32))
+            query = layer.q[: decodes * drafts]
+            layer.attend_codes(cache, None, drafts, query, None, query.new_empty(len(query), HEADS, 512))
+            assert variants.keys <= known, (decodes, drafts, sorted(name for name, *_ in variants.keys - known))
 
 
 @pytest.mark.parametrize(("scratch", "longest"), [(SCRATCH, 128), (LIMITS.longest - 1, 512), (0, 512)])

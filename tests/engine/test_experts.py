@@ -28,7 +28,7 @@ DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "moe_intermediate_size": 128,
 }
-#: vLLM's own latent attention on a CPU has heads of this size only; `topk_method` tells it that there is a bias.
+#: vLLM's own latent attention on a CPU has heads of this size only; `topk_method` and `scoring_func` tell it how tokens are routed.
 LATENT: dict[str, Any] = {
     "q_lora_rank": 64,
     "kv_lora_rank": 512,
@@ -36,6 +36,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "num_key_value_heads": LLAMA["num_attention_heads"],
     "head_dim": 64,
 }

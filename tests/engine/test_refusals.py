@@ -15,7 +15,6 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.hf.model_support import model_sizes
 from halfbyte.settings import KEYS, VALUES
 from halfbyte.vllm.names import PLAN, backend_name
-from test_experts import sixteen_bits
 
 
 def refused(backend: str, **options) -> str:
@@ -49,13 +48,6 @@ def test_heads_that_fit_no_page(tmp_path: Path) -> None:
     folder = save(made(LlamaConfig(**LLAMA | {"head_dim": 48})), tmp_path / "llama")
     assert "values has a last axis of 48, which groups of 32 (int4_g32) do not divide" in refused(
         backend_name("int8", "int4_g32"), model=folder
-    )
-
-
-def test_latent_attention(tmp_path: Path) -> None:
-    folder = save(sixteen_bits("deepseek_v3"), tmp_path / "deepseek")
-    assert "multi-head latent attention (MLA), which halfbyte's backend does not serve" in refused(
-        backend_name("int8", "int8"), model=folder
     )
 
 

@@ -79,6 +79,12 @@ def test_new_tokens_are_taken_as_they_come(rotate_keys: bool) -> None:
     assert_rounded_once(batch, (5, 33, 0, 0, 3, 1), torch.bfloat16, new=True)
 
 
+def test_rows_of_latents() -> None:
+    """Rotary keys and latents (MLA), of one KV head, beside each other in rows of fp32."""
+    batch = batch_of(MIXED[:3], "int8", "int4_g32", dim=64, value_dim=512, heads=(4, 1), dtype=torch.float32)
+    assert_rounded_once(batch, KEPT[:3], torch.float32)
+
+
 @pytest.mark.parametrize("new", [False, True])
 def test_the_reference_writes_the_same(new: bool) -> None:
     batch = batch_of(MIXED, "int8", "int4_g32", dtype=torch.float16, page=32)
@@ -116,8 +122,8 @@ def test_what_is_refused() -> None:
     rows, index = torch.empty(9, 2, 64, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.int32)
     with pytest.raises(InvalidArgument, match=r"keys has shape \[9, 1, 64\]; expected \[9, 2, 64\]"):
         unpack_pages(batch.view, index, rows[:, :1], rows)
-    with pytest.raises(InvalidArgument, match=r"keys is torch\.float32 with strides"):
-        unpack_pages(batch.view, index, rows.float(), rows.float())
+    with pytest.raises(InvalidArgument, match=r"keys is torch\.float64 with strides"):
+        unpack_pages(batch.view, index, rows.double(), rows.double())
     with pytest.raises(InvalidArgument, match=r"cu_seqlens_k has shape \[3\]"):
         unpack_pages(batch.view, index[:3], rows, rows)
     with pytest.raises(InvalidArgument, match=r"cu_seqlens_q is torch\.int64; expected int32"):

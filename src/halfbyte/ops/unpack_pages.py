@@ -1,4 +1,4 @@
-"""`unpack_pages`: stored tokens dequantized into dense 16-bit rows, as attention kernels that know no codes read them."""
+"""`unpack_pages`: stored tokens dequantized into dense rows, as attention kernels that know no codes read them."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ class _Plan(NamedTuple):
     counters: int = 0
 
 
+#: Of rows.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 UNPACK = Op("unpack_pages", UnpackCall)
 
 
@@ -70,7 +73,7 @@ def unpack_pages(
 
     cache          pages of formats whose scales lie in the page (`halfbyte.engine.PageLayout`)
     cu_seqlens_k   int32 [B + 1], from 0 to at most S: how many tokens of each sequence, no more than it has
-    keys, values   [S, H, D] and [S, H, Dv], fp16 or bf16, dims contiguous. Rows behind the last sequence stay as they are
+    keys, values   [S, H, D] and [S, H, Dv], fp16, bf16 or fp32, dims contiguous. Rows behind the last sequence stay as they are
     new            (k [T, H, D], v [T, H, Dv], cu_seqlens_q int32 [B + 1]): tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1],
                    unquantized, in place of the newest stored ones of sequence b
     impl           "auto", "triton" (a GPU) or "reference"
@@ -139,8 +142,8 @@ def _check(call: UnpackCall) -> None:
     outputs = [("keys", keys, cache.keys), ("values", values, cache.values)]
     for name, out, side in outputs:
         check_tensor(name, out, (len(keys), side.heads, side.dim), device=device)
-        good = out.dtype is keys.dtype and out.dtype in (torch.float16, torch.bfloat16) and out.stride(2) == 1
-        check(good, f"{name} is {out.dtype} with strides {list(out.stride())}; expected fp16 or bf16, both alike, dims contiguous")
+        good = out.dtype is keys.dtype and out.dtype in _DTYPES and out.stride(2) == 1
+        check(good, f"{name} is {out.dtype} with strides {list(out.stride())}; expected fp16, bf16 or fp32, alike, dims contiguous")
     if new is not None:
         for name, x, side in (("k", new[0], cache.keys), ("v", new[1], cache.values)):
             check_tensor(name, x, (len(new[0]), side.heads, side.dim), device=device)

@@ -32,16 +32,16 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from halfbyte.checkpoints.adapters import OWN
-    from halfbyte.vllm import on_cpu
+    from halfbyte.vllm.selection import REPLACED
     from halfbyte.vllm.weights import HalfbyteConfig
 
     with _quiet(logging.getLogger(register_backend.__module__)):  # a line for each pair of formats, in each process
         for name in backend_names():
             if name not in AttentionBackendEnum.__members__:
-                register_backend(name, f"halfbyte.vllm.backend.{name}")
+                register_backend(name, f"halfbyte.vllm.selection.{name}")
     copyreg.pickle(AttentionBackendEnum, _reduced)
-    for name in on_cpu.REPLACED:
-        register_backend(AttentionBackendEnum[name], f"halfbyte.vllm.on_cpu.{name}")
+    for name in REPLACED:
+        register_backend(AttentionBackendEnum[name], f"halfbyte.vllm.selection.{name}")
     if OWN not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(OWN)(HalfbyteConfig)
 

@@ -146,11 +146,6 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
         **other: Any,
     ) -> None:
-        if "kv_lora_rank" in other:
-            raise Unsupported(
-                "this model has multi-head latent attention (MLA), which halfbyte's backend does not serve; start vLLM without "
-                "--attention-backend: weights can be quantized all the same"
-            )
         if other or attn_type != AttentionType.DECODER:
             raise Unsupported(f"attention of type {attn_type} with {sorted(other)} is not implemented for halfbyte's cache")
         check_cache(self.pair, head_size, kv_cache_dtype)
@@ -171,11 +166,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         self.prompts: FlashPrompts | None = None
         self.transform: KeyTransform | None = None
         self._slots: torch.Tensor | None = None
-        speculation = config.speculative_config
-        drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
-        if getattr(speculation, "parallel_drafting", False) and not getattr(config, "use_v2_model_runner", False):
-            drafts *= 2  # with slots of masks, as vLLM's max_decode_query_len counts
-        self._limits, self._warm = Limits(scheduler.max_num_seqs, 1 + drafts, scheduler.max_num_batched_tokens, longest), False
+        self._limits, self._warm = Limits.of_engine(config), False
         self._block_size = config.cache_config.block_size or 16
         self._memory: tuple[int, int] | None = None
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
@@ -217,7 +208,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         if self._buffers is None or self._memory != memory:
             layout = PageLayout(self.formats.keys, self.formats.values, self.head_size, layer.head_size_v)
             self._buffers, self._memory = layout.buffers(kv_cache), memory
-            _log_blocks(layout, kv_cache.shape[0], layer.dtype)
+            log_blocks(layout, kv_cache.shape[0], layer.dtype)
         return self._buffers
 
     def do_kv_cache_update(
@@ -303,7 +294,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         )
 
 
-def _log_blocks(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
+def log_blocks(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
     """Log, once, how many blocks there are, and how many vLLM's own cache would have."""
     plain = blocks * layout.token_head_bytes // ((layout.head_dim + layout.value_dim) * dtype.itemsize)
     text = "KV cache in %s / %s: %s blocks; in %s the same memory has %s"

@@ -29,9 +29,9 @@ def backend_names() -> dict[str, tuple[str, str] | None]:
 
 def refusal(version: str) -> str:
     """Why a version of vLLM is outside of `VERSIONS`, and what to do; "" for one inside."""
-    found = re.match(r"(\d+)\.(\d+)", version)
+    version_parts = re.match(r"(\d+)\.(\d+)", version)
     first, end = VERSIONS
-    if found is not None and first <= (int(found[1]), int(found[2])) < end:
+    if version_parts is not None and first <= (int(version_parts[1]), int(version_parts[2])) < end:
         return ""
     return (
         f"this is vLLM {version}, and halfbyte's plugin is for {first[0]}.{first[1]} up to {end[0]}.{end[1] - 1}: "

@@ -114,10 +114,10 @@ def layer_formats(options: Options, pair: Pair, index: int, skipped: bool, dtype
     return LayerFormats(*pair, options.rotate_keys)
 
 
-def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str) -> None:
+def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str, value_size: int | None = None) -> None:
     """Raise for heads that do not fit into a page, and for a kv_cache_dtype next to a backend that has formats of its own."""
     if pair is not None:
-        PageLayout(*pair, head_size)
+        PageLayout(*pair, head_size, value_size)
     if kv_cache_dtype != "auto":
         raise Unsupported(
             f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend with formats of its own exclude each other; leave "

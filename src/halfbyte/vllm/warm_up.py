@@ -35,6 +35,15 @@ class Limits(NamedTuple):
     tokens: int
     longest: int
 
+    @classmethod
+    def of_engine(cls, config: Any) -> Limits:
+        """Those of vLLM's configuration."""
+        speculation, scheduler = config.speculative_config, config.scheduler_config
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
+        if getattr(speculation, "parallel_drafting", False) and not getattr(config, "use_v2_model_runner", False):
+            drafts *= 2  # with slots of masks, as vLLM's max_decode_query_len counts
+        return cls(scheduler.max_num_seqs, 1 + drafts, scheduler.max_num_batched_tokens, config.model_config.max_model_len)
+
 
 class Batch(NamedTuple):
     """A call of `attention_varlen`, without its tokens."""
@@ -51,7 +60,7 @@ def batches(limits: Limits, heads: tuple[int, int], unpacked: bool) -> Iterator[
     for drafts in range(1, limits.drafts + 1):
         yield from (Batch(requests, drafts, requests * drafts) for requests in counts(limits.requests, few))
     longest = min(limits.tokens, -(-ROWS // query_heads)) if unpacked else limits.tokens
-    if limits.drafts > 1:  # decodes with drafts, not all with as many
+    if limits.drafts > 1 and limits.tokens:  # decodes with drafts, not all with as many
         yield from (Batch(blocks, limits.drafts, 1) for blocks in counts(2 * limits.requests, few))
     for most in (1 << n for n in range(3, bucket(longest).bit_length())):
         even = min(limits.requests, limits.tokens // most)
