@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.errors import Unsupported, check
 from halfbyte.formats import Format, Shape, weight_format
-from halfbyte.hooks import keep_hooks
+from halfbyte.modules import dense_weight, keep_hooks
 from halfbyte.ops.linear import linear, linear_of_parts, projections, projections_of_parts
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import PARTS, QuantTensor, expected_parts
@@ -76,8 +76,8 @@ class QuantLayer(nn.Module):
         if bias is not None:
             check(bias.shape == weight.shape[:-1], f"bias has shape {list(bias.shape)}; the weight has {list(weight.shape)}")
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-        #: The weight, and the parameters that it was made of.
-        self._weight: tuple[QuantTensor, list[nn.Parameter | None]] | None = None
+        #: The weight, and what it was made of: the parameters, and the type of the scales.
+        self._weight: tuple[QuantTensor, tuple[object, ...]] | None = None
 
     @classmethod
     def empty(
@@ -101,13 +101,17 @@ class QuantLayer(nn.Module):
         Cached until a parameter is replaced, so that a decode step does not check shapes again.
         """
         own, known = self._parameters, self._weight
-        if known is not None and len(known[1]) == len(own) and all(map(operator.is_, known[1], own.values())):
+        facts = (*own.values(), getattr(own["weight_scales"], "dtype", None))
+        if known is not None and len(known[1]) == len(facts) and all(map(operator.is_, known[1], facts)):
             return known[0]
         parts = {name: local_shard(part) for name, part in self._parts().items()}
         *rows, width = parts["codes"].shape
-        tensor = LayerWeight(self.format, (*rows, width * self.format.code.per_byte), **parts)
+        shape = (*rows, width * self.format.code.per_byte)
         if not torch.compiler.is_compiling():
-            self._weight = None if self._offloaded() else (tensor, [*own.values()])
+            _undo_casts(parts, expected_parts(self.format, shape))
+        tensor = LayerWeight(self.format, shape, **parts)
+        if not torch.compiler.is_compiling():
+            self._weight = None if self._offloaded() else (tensor, (*own.values(), parts["scales"].dtype))
         return tensor
 
     def _offloaded(self) -> bool:
@@ -153,6 +157,13 @@ class QuantLayer(nn.Module):
         return {**state, "_weight": None}
 
 
+def _undo_casts(parts: dict[str, torch.Tensor], expected: dict[str, tuple[Shape, torch.dtype]]) -> None:
+    """Cast back what was cast to a wider type, as PEFT's prepare_model_for_kbit_training casts parameters; both are exact."""
+    for name in parts.keys() & expected.keys():
+        if parts[name].dtype.itemsize > expected[name][1].itemsize:
+            parts[name].data = parts[name].data.to(expected[name][1])
+
+
 class QuantLinear(QuantLayer):
     """y = x W^T + b with W [out_features, in_features] quantized."""
 
@@ -196,7 +207,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.weight = weight
-        return linear(x, weight, bias)
+        return linear(x, weight, bias).clone()  # a view of what is made here could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -216,17 +227,6 @@ def stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Te
     shards = {name: local_shard(part) for name, part in parameters.items() if part is not None}
     # In the order of names: a parameter that was removed and registered again comes last.
     return [shards[name] for name in _WEIGHT if name in shards], shards.get("bias")
-
-
-def dense_weight(layer: nn.Module) -> torch.Tensor:
-    """The weight [out_features, in_features] of an `nn.Linear` or a transformers `Conv1D`."""
-    weight = getattr(layer, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.ndim == 2:
-        if type(layer).__name__ == "Conv1D":
-            return weight.detach().T.contiguous()
-        if isinstance(layer, nn.Linear):
-            return weight.detach()
-    raise InvalidArgument(f"layer is a {type(layer).__name__}; pass an nn.Linear or a transformers Conv1D")
 
 
 # ------------------------------------------------------------------------------------------------------- fused projections

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 
 import pytest
 import torch
@@ -65,9 +67,21 @@ def test_lora_is_saved_loaded_and_merged_into_a_16_bit_copy(build, prompt, tmp_p
         model.merge_and_unload()
 
 
-def test_variants_that_compute_with_the_weight_are_refused(build):
-    with pytest.raises(Unsupported, match="use_dora"):
-        peft.get_peft_model(hf.quantize(build("llama"), "nf4"), lora(use_dora=True))
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
+def test_variants_that_compute_with_the_weight_are_refused(build, option):
+    ((name, choice),) = option.items()
+    with pytest.raises(Unsupported, match=f"{name}={choice!r} computes with the weight itself"):
+        peft.get_peft_model(hf.quantize(build("llama"), "nf4"), lora(**option))
+
+
+def test_peft_may_be_imported_after_the_model_was_quantized(build, monkeypatch, recwarn):
+    model = hf.quantize(build("llama"), "nf4")
+    for module, name in (("lora.model", "dispatch_default"), ("tuners_utils", "_maybe_include_all_linear_layers")):
+        module = sys.modules[f"peft.tuners.{module}"]
+        monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+    adapted = peft.get_peft_model(model, lora(target_modules="all-linear"))
+    assert sum(isinstance(getattr(m, "base_layer", None), QuantLinear) for m in adapted.modules()) == 14
+    assert not any("Unsupported layer type" in str(w.message) for w in recwarn)
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_modules": ("k_proj",)}, {"lm_head": "int8_col"}])

@@ -52,6 +52,20 @@ def test_casting_never_touches_scales():
     assert torch.equal(layer.weight_scales, scales)
 
 
+def test_parameters_that_peft_casts_are_cast_back():
+    """prepare_model_for_kbit_training replaces the data of every 16-bit parameter; other types would be read as numbers."""
+    layer, x = QuantLinear.from_linear(nn.Linear(128, 16), "int4_g32"), torch.randn(2, 128)
+    scales, expected = layer.weight_scales.clone(), layer(x)
+    for wider in (torch.float32, torch.float64):
+        for p in layer.parameters():
+            p.data = p.data.to(wider) if p.dtype is torch.float16 else p.data
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer.weight_scales, scales)
+    layer.weight_scales.data = layer.weight_scales.data.bfloat16()
+    with pytest.raises(InvalidArgument, match=r"scales is torch\.bfloat16"):
+        layer(x)
+
+
 def test_loading_a_state_dict():
     first, second = (QuantLinear.from_linear(nn.Linear(128, 16), "nf4_dq") for _ in range(2))
     x = torch.randn(2, 128)
@@ -270,6 +284,21 @@ def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
         hf.save(model, tmp_path / "m")
     with pytest.raises(InvalidArgument, match="offloaded them, quantize before"):
         hf.quantize(build("llama").to("meta"), weights="nf4")
+
+
+def test_a_model_with_all_weights_offloaded_generates(build, prompt, greedy):
+    """As accelerate.cpu_offload(model) leaves it; one that is merely on the meta device is refused."""
+    model, ids = hf.quantize(build("llama"), "nf4", keys="int8", values="int8"), prompt()
+    expected, _ = greedy(model, ids)
+    for module in [m for m in model.modules() if any(p is not None for p in m._parameters.values())]:
+        Offload(module)
+    assert torch.equal(greedy(model, ids)[0], expected)
+
+
+def test_what_a_layer_gives_may_be_changed_in_place():
+    layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 3, 64, requires_grad=True)
+    gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (layer(x) + 1, layer(x).add_(1))]
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize(

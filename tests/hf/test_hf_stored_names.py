@@ -22,7 +22,8 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.experts import QuantExperts
 from halfbyte.hf.mixtures import in_order, stack_shape
 from halfbyte.hf.weights import ROUTERS, linear_size, targets
-from halfbyte.nn import QuantLayer, dense_weight
+from halfbyte.modules import dense_weight
+from halfbyte.nn import QuantLayer
 
 #: The layouts of GPTQModel, llm-compressor and modelopt.
 KINDS = ("gptq v1", "ct int4", "modelopt nvfp4")

@@ -27,7 +27,8 @@ from torch import nn
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format
 from halfbyte.hf.model_support import Decoder, kv_scales, one_each
-from halfbyte.nn import QuantLinear, dense_weight
+from halfbyte.modules import dense_weight
+from halfbyte.nn import QuantLinear
 from halfbyte.reference.hadamard import block_size, check_rotation, rotate
 
 _NORMS = ("input_layernorm", "ln_1", "ln1", "norm1", "attention_norm", "self_attn_layer_norm")

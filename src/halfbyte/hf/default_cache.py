@@ -121,7 +121,8 @@ class Generate(Replaced):
         own = type(self.model).generate
         if recorded and own is not GenerationMixin.generate:
             warn_once(f"generate() of {type(self.model).__name__} is a loop of its own, whose steps are not recorded")
-        on_meta = all(t.is_meta for t in self.model.parameters()) and not hasattr(self.model, "hf_device_map")  # else offloaded
+        on_meta = all(t.is_meta for t in self.model.parameters())
+        on_meta = on_meta and not any(hasattr(m, "_hf_hook") for m in self.model.modules())  # accelerate brings them for each call
         check(not on_meta, "this model is on the meta device, where weights have no numbers; load it again to generate")
         with ExitStack() as uses:
             if not recorded or own is not GenerationMixin.generate or kwargs.get("custom_generate") is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +25,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from halfbyte.checkpoints.adapters import OWN
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.nn import QuantLinear
+from halfbyte.nn import NoTensor, QuantLinear
 
 
 def register_lora() -> None:
-    """Teach PEFT about QuantLinear, if it has been imported. Called wherever quantized layers come to be."""
+    """Teach PEFT about QuantLinear, if it has been imported. Called when it reads a model's configuration, as it first does."""
     lora, tuners = sys.modules.get("peft.tuners.lora.model"), sys.modules.get("peft.tuners.tuners_utils")
     default = getattr(lora, "dispatch_default", None)
     if lora is None or tuners is None or default is None or hasattr(default, "__wrapped__"):
@@ -57,7 +58,15 @@ def register_lora() -> None:
             return default(target, adapter_name, config=config, **kwargs)
         if getattr(config, "use_dora", False):
             raise Unsupported("use_dora=True computes with the weight itself, and this one is quantized; leave it out")
-        return QuantLora(target, adapter_name, config=config, **kwargs)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Unsupported layer type", UserWarning)  # PEFT lists those that it knows
+                return QuantLora(target, adapter_name, config=config, **kwargs)
+        except NoTensor as error:
+            raise Unsupported(
+                f"init_lora_weights={config.init_lora_weights!r} computes with the weight itself, and this one is quantized; leave "
+                f"it out, or take 'gaussian'"
+            ) from error
 
     lora.dispatch_default = dispatch  # type: ignore[attr-defined]
     _register_targets(tuners)
@@ -151,6 +160,7 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds."""
+        register_lora()
         entries = {"quant_method": OWN, "version": self.version, "modules": dict(self.modules)}
         return {**entries, "act_order": list(self.act_order)} if self.act_order else entries
 
@@ -172,7 +182,6 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     model.config.quantization_config = config
     model.hf_quantizer = AutoHfQuantizer.from_config(config)
     model.is_quantized, model.quantization_method = True, OWN
-    register_lora()
     keep_names(model)
 
 

@@ -24,7 +24,7 @@ from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
 from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.mixtures import SortedExperts, use_experts
-from halfbyte.hf.quantization_config import HalfbyteConfig, check_options, keep_names, register_lora
+from halfbyte.hf.quantization_config import HalfbyteConfig, check_options, keep_names
 from halfbyte.hf.quantize_model import Quantization, quantize, reports_footprint
 from halfbyte.hf.weights import (
     Target,
@@ -214,7 +214,6 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.loading is not None:
             self.loading.finish(model)
             return model
-        register_lora()
         if self.quantization_config.modules:
             keep_names(model)
         use_experts(model)
@@ -259,7 +258,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters on quantized layers can be trained, say by transformers' Trainer."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

@@ -40,7 +40,7 @@ from halfbyte.hf.mixtures import (
 )
 from halfbyte.hf.model_support import blocks, encoder_blocks
 from halfbyte.hf.progress_bar import progress_bar
-from halfbyte.hooks import keep_hooks
+from halfbyte.modules import keep_hooks
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.ops.all_reduce import AllReduce, of_all
 
