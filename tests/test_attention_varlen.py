@@ -11,7 +11,7 @@ from halfbyte import engine
 from halfbyte.cpu import attention_codes
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import PagedView
-from varlen_cases import MIXED, Batch, batch_of
+from varlen_cases import MIXED, Batch, WithExactTokens, batch_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -90,6 +90,15 @@ def test_exact_prompts_attend_to_their_own_tokens(options: str, impl: str) -> No
     batch.check(impl, exact=True, **OPTIONS[options])
     from_cache, exact = batch.attend(impl=impl)[0], batch.attend(impl=impl, prefill="exact", k=batch.k, v=batch.v)[0]
     assert (from_cache - exact).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("prefill", ["cache", "exact"])
+@pytest.mark.parametrize(("sinks", "recent"), [(4, 12), (0, 20), (20, 0), (3, 1)])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_sink_and_recent_tokens(options: str, sinks: int, recent: int, prefill: str, impl: str) -> None:
+    """Windows end among the recent tokens, and before them."""
+    WithExactTokens.of(MIXED, sinks, recent, rotate_keys=True, padding=2).check(impl, prefill, **OPTIONS[options])
 
 
 def test_results_go_where_out_says() -> None:

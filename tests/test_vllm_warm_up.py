@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("triton")
 import halfbyte
 from halfbyte.cache_plan import LayerFormats
-from halfbyte.engine import PagedView, PageLayout, attention_varlen, unpack_pages
+from halfbyte.engine import ExactTokens, PagedView, PageLayout, attention_varlen, unpack_pages
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import bucket, groups
@@ -29,20 +30,34 @@ SCRATCH = 2048
 class Layer:
     """What `warm_up` takes of a layer's attention."""
 
-    def __init__(self, keys: str, values: str, prefill: str, window: int | None, scratch: int) -> None:
-        self.formats, self.options = LayerFormats(keys, values, False), SimpleNamespace(prefill=prefill)
+    def __init__(self, keys: str, values: str, prefill: str, window: int | None, scratch: int, recent: int = 0) -> None:
+        self.formats = LayerFormats(keys, values, False)
+        self.options = SimpleNamespace(prefill=prefill, exact_tokens=(4, recent))
         self.num_heads, self.num_kv_heads, self.sliding_window = HEADS, KV_HEADS, window
         self.logits_soft_cap = self.sinks = self.alibi_slopes = None
         rows = [torch.zeros(scratch, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
         self.prompts = SimpleNamespace(scratch=lambda: rows, tokens=scratch) if scratch else None
-        layout = PageLayout(keys, values, DIM)
-        self.sides = layout.buffers(torch.zeros(64, KV_HEADS, 16, layout.token_head_bytes, dtype=torch.uint8))
+        self.sides, plain = (self._pages(*formats) for formats in ((keys, values), ("bf16", "bf16")))
+        of = lambda table, code_lengths, sinks: ExactTokens(*plain, table, sinks, recent, code_lengths)  # noqa: E731
+        self.exact_tokens = SimpleNamespace(of=of) if recent else None
         qkv = torch.zeros(LIMITS.tokens, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
         self.q, self.k, self.v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
 
-    def attend_codes(self, cache: Any, cu_seqlens_q: Any, most: int, query: Any, new: Any, out: Any) -> None:
-        exact = {} if new is None else {"prefill": "exact", "k": new[0], "v": new[1]}
-        attention_varlen(query, cache, cu_seqlens_q, most, window=self.sliding_window, out=out, **exact)
+    @staticmethod
+    def _pages(keys: str, values: str) -> tuple[KVBuffer, KVBuffer]:
+        layout = PageLayout(keys, values, DIM)
+        return layout.buffers(torch.zeros(64, KV_HEADS, 16, layout.token_head_bytes, dtype=torch.uint8))
+
+    def attend_codes(
+        self, cache: Any, cu_seqlens_q: Any, most: int, query: Any, new: Any, out: Any, exact: ExactTokens | None
+    ) -> None:
+        own = {} if new is None else {"prefill": "exact", "k": new[0], "v": new[1]}
+        attention_varlen(query, cache, cu_seqlens_q, most, window=self.sliding_window, exact=exact, out=out, **own)
+
+    def exact(self, cache: PagedView) -> ExactTokens | None:
+        """Of the requests of a cache, as the builder makes it."""
+        table, lengths = cache.page_table, cache.lengths
+        return None if self.exact_tokens is None else self.exact_tokens.of(table, lengths.clone(), lengths.clone())
 
     def warm_up(self, limits: Limits) -> None:
         table = torch.zeros(1, 128, dtype=torch.int32)
@@ -56,7 +71,9 @@ class Layer:
         tokens = decodes * drafts
         if decodes:
             cache = PagedView(*self.sides, lengths[:decodes], table[:decodes])
-            self.attend_codes(cache, torch.zeros(decodes + 1, dtype=torch.int32), drafts, self.q[:tokens], None, out[:tokens])
+            self.attend_codes(
+                cache, torch.zeros(decodes + 1, dtype=torch.int32), drafts, self.q[:tokens], None, out[:tokens], self.exact(cache)
+            )
         starts = list(accumulate(queries, initial=tokens))
         bounds = [n + p for n, p in zip(queries, past, strict=True)]
         options = {"query_heads": HEADS // KV_HEADS, "scratch": self.prompts.tokens if self.prompts else 0}
@@ -70,7 +87,7 @@ class Layer:
                 unpack_pages(cache, cu_seqlens, *dense, new=None if new is None else (*new, cu_seqlens))
             else:
                 most = bucket(max(queries[mine]), LIMITS.drafts)
-                self.attend_codes(cache, cu_seqlens, most, self.q[rows], new, out[rows])
+                self.attend_codes(cache, cu_seqlens, most, self.q[rows], new, out[rows], self.exact(cache))
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +109,7 @@ CASES = {
     "exact": ("int4", "int4", "exact", None, SCRATCH),
     "window": ("fp8", "int8", "cache", 100, SCRATCH),
     "no FlashAttention": ("int8", "int8", "cache", None, 0),
+    "sink and recent tokens": ("int8", "int4_g32", "cache", None, 0, 128),
     "16 bits": ("bf16", "bf16", "cache", None, SCRATCH),
 }
 
@@ -126,7 +144,9 @@ class Latents(Layer):
         self.q = torch.zeros(LIMITS.tokens, HEADS, 576, dtype=torch.bfloat16)
         self.k, self.v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16) for dim in (64, 512))
 
-    def attend_codes(self, cache: Any, cu_seqlens_q: Any, most: int, query: Any, new: Any, out: Any) -> None:
+    def attend_codes(
+        self, cache: Any, cu_seqlens_q: Any, most: int, query: Any, new: Any, out: Any, exact: ExactTokens | None = None
+    ) -> None:
         q, into = (t.unflatten(0, (-1, most)).transpose(1, 2) for t in (query, out))
         decode_attention(q, cache, sm_scale=0.1, out=into, latent=True)
 

@@ -83,6 +83,79 @@ class Batch:
         return out, lse
 
 
+@dataclass
+class WithExactTokens:
+    """A batch of codes, and the same tokens in 16 bits, of which only pages that attention may read hold them."""
+
+    codes: Batch
+    plain: Batch
+    sinks: int
+    recent: int
+
+    @classmethod
+    def of(
+        cls,
+        sequences: list[tuple[int, int]],
+        sinks: int,
+        recent: int,
+        formats: tuple[str, str] = ("int4", "int4"),
+        rotate_keys: bool = False,
+        **options: Any,
+    ) -> WithExactTokens:
+        name = "bf16" if options.get("dtype") is torch.bfloat16 else "fp16"
+        codes = batch_of(sequences, *formats, rotate_keys=rotate_keys, **options)
+        return cls(codes, batch_of(sequences, name, name, **options), sinks, recent)
+
+    def exact(self, device: str = "cpu") -> engine.ExactTokens:
+        lengths = self.codes.view.lengths
+        page, table = self.plain.view.keys.codes.shape[2], self.plain.view.page_table
+        assert table is not None
+        nothing = len(self.plain.memory) - 1  # a page of NaN
+        table = table.clone()
+        for row, (begin, end), length in zip(table, pairwise(self.codes.bounds.tolist()), lengths.tolist(), strict=True):
+            row[-(-self.sinks // page) : max(length - (end - begin) - max(self.recent - 1, 0), 0) // page] = nothing
+        view = self.plain.to(device).view
+        sinks = torch.full_like(lengths, self.sinks).to(device) if self.sinks else None
+        code_lengths = (lengths - self.recent).clamp_min(0).to(device)
+        return engine.ExactTokens(view.keys, view.values, table.to(device), sinks, self.recent, code_lengths)
+
+    def check(self, impl: str, prefill: str = "cache", device: str = "cpu", **options: Any) -> None:
+        """Within the accuracy promise."""
+        there = self.codes if device == "cpu" else self.codes.to(device)
+        moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        moved |= {"prefill": "exact", "k": there.k, "v": there.v} if prefill == "exact" else {}
+        out, lse = (x.cpu() for x in there.attend(impl=impl, exact=self.exact(device), **moved))
+        truth, base = (self._truth(dtype, prefill, **options) for dtype in (torch.float64, self.codes.q.dtype))
+        assert not attention_errors(out, lse, truth, base)
+
+    def _truth(self, dtype: torch.dtype, prefill: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query by query, over the tokens that it reads in either form."""
+        codes, o = self.codes, AttentionOptions(**{"sm_scale": self.codes.view.keys.dim**-0.5} | options)
+        out = torch.zeros(*codes.q.shape[:2], codes.view.values.dim, dtype=dtype)
+        lse = torch.full(out.shape[:2], -torch.inf, dtype=dtype)
+        for b, (begin, end) in enumerate(pairwise(codes.bounds.tolist())):
+            length, sides = codes.view.lengths[b : b + 1], []
+            for batch in (codes, self.plain):
+                assert batch.view.page_table is not None
+                table = batch.view.page_table[b : b + 1]
+                sides.append([reference.read(x, length, table)[:, :, : int(length)] for x in (batch.view.keys, batch.view.values)])
+            if codes.view.rotate_keys:
+                sides[0][0] = rotate(sides[0][0])
+            if prefill == "exact" and begin < end:
+                for x, new in zip(sides[1], (codes.k, codes.v), strict=True):
+                    x[0, :, begin - end :] = new[begin:end].transpose(0, 1).double()
+            first, token = int(length) - (end - begin), torch.arange(int(length))[:, None]
+            for row in range(begin, end):
+                position = first + row - begin
+                newest = first if prefill == "exact" else position
+                in_16_bits = (token < self.sinks) | (token > newest - max(self.recent, int(prefill == "exact")))
+                k, v = (torch.where(in_16_bits, plain, coded).to(dtype) for coded, plain in zip(*sides, strict=True))
+                q = codes.q[row : row + 1].to(dtype).transpose(0, 1)[None]
+                part, sums = reference.attend(q, k, v, length, torch.tensor([position]), o)
+                out[row], lse[row] = part[0, :, 0], sums[0, :, 0]
+        return out, lse
+
+
 def batch_of(
     sequences: list[tuple[int, int]],
     keys: str = "int8",

@@ -21,7 +21,7 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, PagedView
 from halfbyte.ops.append import append_slots
-from halfbyte.ops.attention_varlen import attention_varlen
+from halfbyte.ops.attention_varlen import ExactTokens, attention_varlen
 from halfbyte.ops.linear import linear_of_parts
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.ops.unpack_pages import unpack_pages
@@ -29,6 +29,7 @@ from halfbyte.tensors import KeyTransform, expected_parts
 
 __all__ = [
     "PAGE_FORMATS",
+    "ExactTokens",
     "KeyTransform",
     "LayerPages",
     "PageLayout",
@@ -166,7 +167,7 @@ def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[LayerPages]:
     if any(plan.exact_tokens((0, 0))):
         raise Unsupported(
             f"plan has sink_tokens={plan.sink_tokens}, recent_tokens={plan.recent_tokens}, which belong to a sequence, and pages "
-            f"hold codes alone; calibrate without them"
+            f"hold codes alone; calibrate without them, or keep them in pages of their own (ExactTokens)"
         )
     transforms: Sequence[KeyTransform | None] = (None,) * len(plan.layers)
     if plan.calibration:

@@ -140,8 +140,10 @@ def test_preemption_and_prefix_hits_change_nothing(deepseek: Path, at_once, own_
 
 
 def test_what_is_refused(deepseek: Path) -> None:
-    """Formats that fit no page, another cache beside them, calibrated keys, sparse indexers."""
+    """Formats that fit no page, another cache beside them, calibrated keys, sink tokens, sparse indexers."""
     assert "values='int8_tensor' cannot be stored in pages" in refused(backend_name("int8", "int8_tensor"), model=deepseek)
     assert "kv_cache_dtype='bfloat16'" in refused(backend_name("int8", "int8"), model=deepseek, kv_cache_dtype="bfloat16")
+    tokens = {"additional_config": {"halfbyte": {"sink_tokens": 4}}}
+    assert "are not implemented for latents (MLA)" in refused(backend_name("int8", "int8"), model=deepseek, **tokens)
     reason = HalfbyteMLABackend.supports_combination(576, torch.bfloat16, "auto", 64, True, False, use_sparse=True)
     assert "a sparse indexer picks" in str(reason)

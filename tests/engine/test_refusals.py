@@ -64,10 +64,25 @@ def test_chunked_attention(tmp_path: Path) -> None:
         ({"plan": "plan.json"}, "a plan goes with attention backend HALFBYTE_PLAN"),
         ({"prefill": "always"}, "prefill='always'"),
         ({"rotate_keys": 1}, "rotate_keys=1"),
+        ({"sink_tokens": -1}, "sink_tokens=-1"),
+        ({"recent_tokens": "32"}, "recent_tokens='32'"),
     ],
 )
 def test_wrong_options(options: dict[str, object], said: str) -> None:
     assert said in refused(backend_name("int8", "int8"), additional_config={"halfbyte": options})
+
+
+def test_sink_and_recent_tokens_that_vllm_cannot_keep() -> None:
+    """Beside 16-bit formats, without the manager of two kinds of pages, and with a connector that moves one kind."""
+    tokens = {"additional_config": {"halfbyte": {"sink_tokens": 4, "recent_tokens": 32}}}
+    assert "values='bf16' is a 16-bit format" in refused(backend_name("int8", "bf16"), **tokens)
+    assert "need vLLM's hybrid KV cache manager" in refused(
+        backend_name("int8", "int8"), disable_hybrid_kv_cache_manager=True, **tokens
+    )
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    assert "KV connectors do not move the pages of sink_tokens" in refused(
+        backend_name("int8", "int8"), kv_transfer_config=connector, **tokens
+    )
 
 
 @pytest.mark.parametrize("options", [None, "exact"])

@@ -12,7 +12,7 @@ from test_gpu_graphs import Captured
 from halfbyte import engine
 from halfbyte.reference.rope import rope_tables
 from test_attention_varlen import OPTIONS, assert_same, in_chunks
-from varlen_cases import MIXED, Batch, batch_of
+from varlen_cases import MIXED, Batch, WithExactTokens, batch_of
 
 #: A prompt, a chunk far into one, and decodes behind short and long ones.
 SERVED = [(PLACE.size(700, 20), PLACE.size(700, 20)), (PLACE.size(300, 9), PLACE.size(5000, 60)), (0, 0)] + [
@@ -40,6 +40,17 @@ def test_options(options: str, impl: str) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_exact_prompts(window: int | None, impl: str) -> None:
     batch(SERVED, ("int4", "int4"), padding=5).check(impl, exact=True, device=PLACE.device, window=window)
+
+
+@pytest.mark.parametrize("prefill", ["cache", "exact"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_sink_and_recent_tokens(most: int, window: int | None, prefill: str, impl: str) -> None:
+    """Ragged (most 0) and even batches, of whose short sequences no query reads codes."""
+    sequences = [(most, most + 99 * b) for b in range(9)] if most else SERVED[1:9]
+    options: dict[str, Any] = {"heads": (8, 2), "dim": 128, "dtype": torch.bfloat16, "rotate_keys": True}
+    exact = WithExactTokens.of(sequences, 4, 64, ("int8", "int4_g32"), **options)
+    exact.check(impl, prefill, PLACE.device, window=window)
 
 
 @pytest.mark.parametrize("most", [1, 4])

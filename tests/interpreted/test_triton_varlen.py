@@ -10,7 +10,7 @@ import torch
 from halfbyte.ops import _decode_on_gpu as on_gpu
 from halfbyte.plans.decode_problem import DecodeProblem
 from test_attention_varlen import OPTIONS, assert_same, in_chunks
-from varlen_cases import BAD_BOUNDS, MIXED, batch_of
+from varlen_cases import BAD_BOUNDS, MIXED, WithExactTokens, batch_of
 
 #: numpy warns of what a GPU computes silently, and as meant: log2 of 0, NaN that was put there.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -46,6 +46,13 @@ def test_few_rows_are_split() -> None:
 @pytest.mark.parametrize("options", ["plain", "window"])
 def test_exact_prompts(options: str) -> None:
     batch_of(MIXED, "int4", "int4", dtype=torch.bfloat16, padding=3).check("triton", exact=True, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("prefill", ["cache", "exact"])
+@pytest.mark.parametrize("sequences", [MIXED, [(3, 40), (3, 13), (3, 3)]], ids=["mixed", "even"])
+def test_sink_and_recent_tokens(sequences: list[tuple[int, int]], prefill: str) -> None:
+    """Of short sequences no query reads codes."""
+    WithExactTokens.of(sequences, 4, 12, dtype=torch.bfloat16).check("triton", prefill, **OPTIONS["everything"])
 
 
 @pytest.mark.parametrize("most", [1, 3])

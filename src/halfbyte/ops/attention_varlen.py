@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,24 @@ from halfbyte.ops._library import can_bypass_dispatcher, kernel_level
 from halfbyte.ops.decode_attention import Results, attend, check_out, options_of, put_into
 from halfbyte.ops.merge_states import merged
 from halfbyte.reference import merge as reference
+
+
+class ExactTokens(NamedTuple):
+    """The first and the last tokens of each sequence in 16 bits, in pages of their own. Attention reads them in place of codes.
+
+    keys, values   in a 16-bit format; keys are not rotated
+    page_table     int32 [B, pages]. Only pages of the first and the last tokens, and of those of this call, are read
+    sink_tokens    int32 [B]: how many of the first tokens; None: none
+    recent_tokens  how many tokens a query reads in 16 bits, from its own one back
+    code_lengths   int32 [B]: lengths - recent_tokens, at least 0
+    """
+
+    keys: KVBuffer
+    values: KVBuffer
+    page_table: torch.Tensor
+    sink_tokens: torch.Tensor | None
+    recent_tokens: int
+    code_lengths: torch.Tensor
 
 
 def attention_varlen(
@@ -31,6 +50,7 @@ def attention_varlen(
     prefill: str = "cache",
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    exact: ExactTokens | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -50,6 +70,8 @@ def attention_varlen(
                    not read
     prefill        "cache": all keys and values are read as stored. "exact": those of this call are taken from k and v
     k, v           [T, H, D] and [T, H, Dv], only for "exact": the tokens of this call, unquantized
+    exact          sink and recent tokens in 16 bits, stored in addition to codes: a query at position i reads tokens from
+                   i - recent_tokens + 1 on in 16 bits; with prefill="exact" those that the first query of this call does
     out            [T, Hq, Dv] in q's dtype, written and returned; if contiguous, without a copy
     deterministic_batch   on a GPU a token's result has the same bits for any split into calls and batches: splits and blocks have
                    fixed sizes, so prompts take longer
@@ -67,11 +89,11 @@ def attention_varlen(
     if out is not None:
         check_out(out, q, (*q.shape[:2], cache.values.dim))
     if prefill == "exact":
-        result, lse = _exact(call, k, v)
+        result, lse = _exact(call, k, v, exact)
     else:
         check(prefill == "cache", f"prefill={prefill!r}; expected 'cache' or 'exact'")
         check(k is None and v is None, "k and v were given with prefill='cache', which reads what is stored; leave them out")
-        result, lse = _attend(call, out)
+        result, lse = _attend(call, out) if exact is None else _merged(call, _stored(call, exact))
     result = result if out is None else put_into(out, result)
     return (result, lse) if return_lse else result
 
@@ -92,27 +114,83 @@ def _attend(call: DecodeCall, into: torch.Tensor | None = None) -> Results:
     return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
 
-def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None) -> Results:
+def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None, exact: ExactTokens | None) -> Results:
     """Attention over the stored past and over this call's unquantized tokens, merged."""
-    q, bounds, most, o = call.q, call.cu_seqlens_q, call.max_query_len, call.options
+    q, bounds = call.q, call.cu_seqlens_q
     check(k is not None and v is not None, "prefill='exact' needs k and v, the keys and values of this call's tokens")
     assert k is not None and v is not None and bounds is not None
     for name, x, buffer in (("k", k, call.keys), ("v", v, call.values)):
         check_tensor(name, x, (len(q), buffer.heads, buffer.dim), device=q.device)
     counts = bounds.diff()
-    past = _attend(call._replace(options=o._replace(sinks=None, ends=call.lengths - counts)))
-    plain = o._replace(sinks=None, rotate_keys=False)
-    own = None
+    before = call.lengths - counts
+    past = [_over(call, ends=before)] if exact is None else _stored_before(call, exact, before)
+    return _merged(call, [*past, _own(call, k, v, counts)])
+
+
+def _own(call: DecodeCall, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor) -> Results:
+    """Attention over this call's unquantized tokens."""
+    q, bounds, most = call.q, call.cu_seqlens_q, call.max_query_len
+    assert bounds is not None
+    plain = call.options._replace(sinks=None, rotate_keys=False)
     if can_bypass_dispatcher(q, k, v) and call.impl == "auto" and not call.deterministic_batch:
         own = _fused.ragged(q, k, v, bounds, most, plain)
-    if own is None:  # pages of one token each
-        table = bounds[:-1, None] + torch.arange(most, dtype=torch.int32, device=q.device)
-        keys, values = (KVBuffer(plain_format(x.dtype), x.unsqueeze(2)) for x in (k, v))
-        own = _attend(call._replace(keys=keys, values=values, lengths=counts, page_table=table, options=plain))
-    level = kernel_level("decode_attention", call.impl, q, "q")
+        if own is not None:
+            return own
+    table = bounds[:-1, None] + torch.arange(most, dtype=torch.int32, device=q.device)  # pages of one token each
+    keys, values = (KVBuffer(plain_format(x.dtype), x.unsqueeze(2)) for x in (k, v))
+    return _attend(call._replace(keys=keys, values=values, lengths=counts, page_table=table, options=plain))
+
+
+def _over(call: DecodeCall, **options: Any) -> Results:
+    """Attention with these options, without the sinks, which `_merged` adds."""
+    return _attend(call._replace(options=call.options._replace(sinks=None, **options)))
+
+
+def _merged(call: DecodeCall, parts: list[Results]) -> Results:
+    """Attention over disjoint tokens, and over the sinks of the call."""
+    level = kernel_level("decode_attention", call.impl, call.q, "q")
     merge = reference.merge_states if level in ("cpu", "reference") else merged
-    out, lse = merge([part[0].unsqueeze(2) for part in (past, own)], [part[1].unsqueeze(2) for part in (past, own)], o.sinks)
+    out, lse = merge([out.unsqueeze(2) for out, _ in parts], [lse.unsqueeze(2) for _, lse in parts], call.options.sinks)
     return out.squeeze(2), lse.squeeze(2)
+
+
+# ------------------------------------------------------------------------------------------------ tokens in 16 bits
+
+
+def _stored(call: DecodeCall, exact: ExactTokens) -> list[Results]:
+    """Attention over codes, recent tokens and sink tokens, as each query reads them.
+
+    A query at position i reads codes up to i - recent_tokens: those of a query at that position.
+    """
+    recent, first, window, slopes = exact.recent_tokens, exact.sink_tokens, call.options.window, call.options.alibi_slopes
+    plain, parts = _in_16_bits(call, exact), []
+    if window is None or window > recent:
+        older = None if window is None else window - recent
+        out, lse = _over(call._replace(lengths=exact.code_lengths), starts=first, window=older)
+        parts.append((out, lse if slopes is None else lse - slopes * recent))
+    if recent:
+        parts.append(_over(plain, starts=first, window=recent if window is None else min(recent, window)))
+    if first is not None:
+        parts.append(_over(plain, ends=first))
+    return parts
+
+
+def _stored_before(call: DecodeCall, exact: ExactTokens, before: torch.Tensor) -> list[Results]:
+    """The same of the tokens before this call, [B]: all queries read them as the first one does."""
+    first = exact.sink_tokens
+    end = (before - max(exact.recent_tokens - 1, 0)).clamp_min(0)
+    plain, parts = _in_16_bits(call, exact), [_over(call, starts=first, ends=end)]
+    if exact.recent_tokens > 1:
+        parts.append(_over(plain, starts=end if first is None else torch.maximum(end, first), ends=before))
+    if first is not None:
+        parts.append(_over(plain, ends=torch.minimum(first, before)))
+    return parts
+
+
+def _in_16_bits(call: DecodeCall, exact: ExactTokens) -> DecodeCall:
+    """The call over the tokens in 16 bits."""
+    options = call.options._replace(rotate_keys=False)
+    return call._replace(keys=exact.keys, values=exact.values, page_table=exact.page_table, options=options)
 
 
 def _checked(call: DecodeCall) -> DecodeCall:

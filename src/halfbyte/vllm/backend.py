@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from halfbyte.cache_plan import LayerFormats
-from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
+from halfbyte.engine import ExactTokens, PagedView, PageLayout, append_slots, attention_varlen
 from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import KVBuffer
@@ -35,8 +36,9 @@ from halfbyte.plans.prompts import MOST_SCRATCH
 from halfbyte.tensors import KeyTransform
 from halfbyte.vllm.batches import HalfbyteBuilder, HalfbyteMetadata
 from halfbyte.vllm.calibrated import layer_transform
+from halfbyte.vllm.exact_tokens import ExactTokensLayer
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
-from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
+from halfbyte.vllm.options import Options, Pair, check_cache, is_draft, layer_formats
 from halfbyte.vllm.prompts import FlashPrompts, flash_prompts
 from halfbyte.vllm.warm_up import Limits, warm_up
 
@@ -161,13 +163,14 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             config.cache_config.kv_cache_dtype_skip_layers,
         )
         longest, scheduler = config.model_config.max_model_len, config.scheduler_config
-        self._model_config = config.model_config
+        self._config = config
         self._scratch_tokens = min(longest + scheduler.max_num_batched_tokens, MOST_SCRATCH)
         self.prompts: FlashPrompts | None = None
         self.transform: KeyTransform | None = None
+        self.exact_tokens: ExactTokensLayer | None = None
         self._slots: torch.Tensor | None = None
         self._limits, self._warm = Limits.of_engine(config), False
-        self._block_size = config.cache_config.block_size or 16
+        self.block_size = config.cache_config.block_size or 16
         self._memory: tuple[int, int] | None = None
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
 
@@ -178,13 +181,29 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         in_16_bits = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)
         self.formats = layer_formats(self.options, self.pair, index, in_16_bits, act_dtype)
         if self.options.calibration is not None and KV_FORMATS[self.formats.keys].is_quantized:
-            self.transform = layer_transform(self, layer, self._model_config, index, act_dtype)
+            self.transform = layer_transform(self, layer, self._config.model_config, index, act_dtype)
             self.formats = replace(self.formats, rotate_keys=False)
         layer.attn_backend = _backend_of(backend_name(self.formats.keys, self.formats.values))
+        self.exact_tokens = self._exact_tokens(name, layer, index, act_dtype)
         if self.alibi_slopes is not None:  # buffers outlast a sleep of level 2
             layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
-        self.prompts = flash_prompts(self, layer, self.formats, act_dtype, self._scratch_tokens)
+        if self.exact_tokens is None:
+            self.prompts = flash_prompts(self, layer, self.formats, act_dtype, self._scratch_tokens)
         self._begin_to_compile(layer, act_dtype)
+
+    def _exact_tokens(self, name: str, layer: Any, index: int, dtype: torch.dtype) -> ExactTokensLayer | None:
+        """The pages of this layer's sink and recent tokens, if it has some: not of 16-bit formats, nor of a draft model."""
+        sinks, recent = self.options.exact_tokens
+        is_quantized = any(KV_FORMATS[name].is_quantized for name in (self.formats.keys, self.formats.values))
+        if not (sinks or recent) or not is_quantized or is_draft(self._config, index):
+            return None
+        if self.kv_sharing_target_layer_name is not None:
+            other: ExactTokensLayer = self._layers[f"{self.kv_sharing_target_layer_name}.exact_tokens"]
+            return other
+        plain = "fp16" if dtype is torch.float16 else "bf16"
+        own = ExactTokensLayer(f"{name}.exact_tokens", self, layer, _backend_of(backend_name(plain, plain)), sinks, recent)
+        self._layers[own.name] = own
+        return own
 
     def _begin_to_compile(self, layer: Any, dtype: torch.dtype) -> None:
         """Compile in the background what attention needs, while vLLM compiles the model: kernels do not depend on addresses.
@@ -198,8 +217,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         q, k, v = (torch.empty(1, *size, dtype=dtype, device="cuda") for size in sizes)
         replay_in_turn(q.device)
         layout = PageLayout(self.formats.keys, self.formats.values, self.head_size, layer.head_size_v)
-        page = torch.empty(1, self.num_kv_heads, self._block_size, layout.token_head_bytes, dtype=torch.uint8, device=q.device)
-        table = torch.zeros(1, -(-self._limits.longest // self._block_size), dtype=torch.int32, device=q.device)
+        page = torch.empty(1, self.num_kv_heads, self.block_size, layout.token_head_bytes, dtype=torch.uint8, device=q.device)
+        table = torch.zeros(1, -(-self._limits.longest // self.block_size), dtype=torch.int32, device=q.device)
         warm_up(self, self._limits, q, k, v, layout.buffers(page), table, wait=False)
 
     def buffers(self, layer: Any, kv_cache: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
@@ -220,6 +239,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             return
         tokens = slot_mapping.shape[0]
         keys, values = self.buffers(layer, kv_cache)
+        if self.exact_tokens is not None:
+            key, value = self.exact_tokens.store(key, value)
         append_slots(key[:tokens], value[:tokens], keys, values, slot_mapping, rotate_keys=self.formats.rotate_keys)
 
     def forward(
@@ -247,14 +268,15 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             query = self._store_calibrated(self.transform, query, key, value, (keys, values))
             if any(part.exact for part in attn_metadata.parts) and key is not None:
                 key = transform_heads(key.unsqueeze(2), self.transform.keys, self.transform.shift).squeeze(2)
-        for part in attn_metadata.parts:
+        exact_tokens = repeat(None) if self.exact_tokens is None else self.exact_tokens.of_batch()
+        for part, exact in zip(attn_metadata.parts, exact_tokens, strict=False):
             q, out = query[part.rows], output[part.rows]
             new = (key[part.rows], value[part.rows]) if part.exact and key is not None else None
             cache = PagedView(keys, values, part.lengths, part.page_table, self.formats.rotate_keys)
             if part.host and self.prompts is not None:
                 self.prompts.attend(part, q, cache, new, out)
             else:
-                self.attend_codes(cache, part.cu_seqlens_q, part.max_query_len, q, new, out)
+                self.attend_codes(cache, part.cu_seqlens_q, part.max_query_len, q, new, out, exact)
         return output
 
     def _store_calibrated(self, transform: KeyTransform, query: Any, key: Any, value: Any, sides: tuple[KVBuffer, KVBuffer]) -> Any:
@@ -263,6 +285,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         if slots is None:  # the keys are those of another layer
             return transform_heads(query.unsqueeze(2), transform.queries).squeeze(2)
         query, key, value = (x[: len(slots)] for x in (query, key, value))
+        if self.exact_tokens is not None:
+            self.exact_tokens.store(key, value, transform)
         return append_slots(key, value, *sides, slots, q=query, transform=transform)
 
     def attend_codes(
@@ -273,8 +297,12 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         query: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor] | None,
         out: torch.Tensor,
+        exact: ExactTokens | None = None,
     ) -> None:
-        """query [T, Hq, D] into out [T, Hq, Dv], by kernels that read codes; new: k and v of this step, unquantized."""
+        """query [T, Hq, D] into out [T, Hq, Dv], by kernels that read codes.
+
+        new: k and v of this step, unquantized; exact: sink and recent tokens
+        """
         k, v = (None, None) if new is None else new
         attention_varlen(
             query,
@@ -289,6 +317,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             prefill="cache" if new is None else "exact",
             k=k,
             v=v,
+            exact=exact,
             out=out,
             deterministic_batch=envs.VLLM_BATCH_INVARIANT,
         )

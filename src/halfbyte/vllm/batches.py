@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from halfbyte.errors import Unsupported
 from halfbyte.plans.prompts import bucket, groups
+from halfbyte.vllm.exact_tokens import ExactTokensLayer
 from halfbyte.vllm.prompts import Ragged
 
 
@@ -27,12 +28,19 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
+    #: (code lengths, sink tokens) of as many requests as a batch can have, in memory that CUDA graphs read: of `ExactTokensLayer`.
+    _exact_rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        impl = layer.impl
         self.query_heads, self.exact = impl.num_heads // impl.num_kv_heads, impl.options.prefill == "exact"
         self.scratch = 0 if impl.prompts is None else impl.prompts.tokens
+        if isinstance(layer, ExactTokensLayer):
+            rows = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+            self._exact_rows, self._recent = (rows, torch.full_like(rows, layer.sink_tokens)), layer.recent_tokens
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -49,7 +57,18 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
             parts.append(
                 Ragged(slice(0, tokens), m.query_start_loc[: decodes + 1], longest, m.seq_lens[some], m.block_table_tensor[some])
             )
-        return HalfbyteMetadata(parts + self._groups(m, decodes, threshold) if prefills else parts)
+        if prefills:
+            parts += self._groups(m, decodes, threshold)
+        if self._exact_rows is not None:
+            for part in parts:
+                self._add_exact_tokens(part, *self._exact_rows)
+        return HalfbyteMetadata(parts)
+
+    def _add_exact_tokens(self, part: Ragged, rows: torch.Tensor, sinks: torch.Tensor) -> None:
+        """What `ExactTokens` says of requests. Those that decode begin the batch, and graphs read what this writes for them."""
+        lengths, number = (part.lengths - self._recent).clamp_min(0), len(part.lengths)
+        part.code_lengths = rows[:number].copy_(lengths) if part.rows.start == 0 else lengths
+        part.sink_tokens = sinks[:number]
 
     def _groups(self, m: CommonAttentionMetadata, first: int, threshold: int) -> list[Ragged]:
         """The requests from `first` on. Index tensors are copied, since kernels are compiled for aligned ones."""

@@ -40,7 +40,7 @@ from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.vllm.backend import HalfbyteBackend, log_blocks
 from halfbyte.vllm.names import backend_name, backend_names
-from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
+from halfbyte.vllm.options import EXACT_TOKENS, Options, Pair, check_cache, layer_formats
 from halfbyte.vllm.warm_up import Limits, warm_up
 
 #: Why latents are not packed.
@@ -151,7 +151,7 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
     pair: ClassVar[Pair]
     formats: LayerFormats
     #: What `warm_up` asks of a layer's attention.
-    sinks = alibi_slopes = logits_soft_cap = sliding_window = prompts = None
+    sinks = alibi_slopes = logits_soft_cap = sliding_window = prompts = exact_tokens = None
 
     def __init__(self, *args: Any, sliding_window: int | None = None, kv_cache_dtype: str = "auto", **options: Any) -> None:
         if options.get("indexer") is not None:
@@ -164,6 +164,8 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
         self.options, config = Options.current(self.pair), get_current_vllm_config()
         if self.options.calibration is not None:
             raise Unsupported("halfbyte option calibration: calibrated keys over latents (MLA) are not implemented; leave it out")
+        if any(self.options.exact_tokens):
+            raise Unsupported(f"halfbyte options {EXACT_TOKENS} are not implemented for latents (MLA); leave them out")
         self._layers = config.compilation_config.static_forward_context
         self._skipped = config.cache_config.kv_cache_dtype_skip_layers
         self._limits, self._warm = Limits.of_engine(config)._replace(tokens=0), False  # vLLM's kernels attend to prompts
@@ -243,7 +245,9 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
         self.attend_codes(cache, None, len(query) // len(decode.seq_lens), query, None, out)
         return out, None
 
-    def attend_codes(self, cache: PagedView, bounds: Any, drafts: int, query: torch.Tensor, new: None, out: torch.Tensor) -> None:
+    def attend_codes(
+        self, cache: PagedView, bounds: Any, drafts: int, query: torch.Tensor, new: None, out: torch.Tensor, exact: None = None
+    ) -> None:
         """Queries [T, Hq, R + rotary dims] of requests with `drafts` tokens each into out [T, Hq, R]; the rest is for `warm_up`."""
         q, into = (t.unflatten(0, (-1, drafts)).transpose(1, 2) for t in (query, out))
         decode_attention(q, cache, sm_scale=self.scale, out=into, latent=True, deterministic_batch=envs.VLLM_BATCH_INVARIANT)

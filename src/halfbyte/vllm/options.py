@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,14 @@ from vllm.config import get_current_vllm_config
 from halfbyte.cache_plan import CachePlan, LayerFormats, read_plan
 from halfbyte.engine import PAGE_FORMATS, PageLayout, page_layouts
 from halfbyte.errors import Unsupported, check
+from halfbyte.formats import KV_FORMATS, check_window
 from halfbyte.vllm.calibrated import check_calibration
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 
 #: Formats of keys and values; None in the backend of cache plans.
 Pair = tuple[str, str] | None
+#: The options that name tokens in 16 bits.
+EXACT_TOKENS = ("sink_tokens", "recent_tokens")
 #: Connectors that move whole pages.
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
 
@@ -27,12 +31,21 @@ class Options(NamedTuple):
     rotate_keys  keys are stored Hadamard-rotated, for outliers
     plan         a cache plan, or its file, by `halfbyte calibrate`: each layer has formats of its own
     calibration  a file of calibrated keys, by `halfbyte calibrate`, with which quantized keys are stored; a plan names its own
+    sink_tokens, recent_tokens   the first and the last tokens of a sequence that stay in 16 bits; of a plan or of a model saved
+                 with a packed cache, theirs
     """
 
     prefill: str = "cache"
     rotate_keys: bool = False
     plan: CachePlan | str | None = None
     calibration: str | None = None
+    sink_tokens: int = 0
+    recent_tokens: int = 0
+
+    @property
+    def exact_tokens(self) -> tuple[int, int]:
+        """(sink tokens, recent tokens)."""
+        return self.sink_tokens, self.recent_tokens
 
     @classmethod
     def current(cls, pair: Pair) -> Options:
@@ -43,7 +56,10 @@ class Options(NamedTuple):
         check(isinstance(entries, dict), f"additional_config has halfbyte={entries!r}; expected an object with some of: {names}")
         unknown = sorted(set(entries) - set(cls._fields))
         check(not unknown, f"additional_config has halfbyte options {unknown}; known are {names}")
-        options = cls(**entries)
+        from halfbyte.hf.default_cache import SAVED
+
+        section = {} if entries.get("plan") is not None else getattr(config.model_config.hf_config, SAVED, None) or {}
+        options = cls(**{name: section[name] for name in EXACT_TOKENS if name in section} | entries)
         _check_skipped(config)
         _check_connector(config.kv_transfer_config)
         check(options.prefill in ("cache", "exact"), f"halfbyte option prefill={options.prefill!r}; choose cache or exact")
@@ -60,10 +76,37 @@ class Options(NamedTuple):
         check(calibration is None or not options.rotate_keys, "halfbyte option rotate_keys: calibrated keys are; leave it out")
         if plan is not None:
             fitting = _fitting(plan, config.model_config)
-            options = options._replace(plan=fitting, calibration=fitting.calibration or None)
+            sinks, recent = fitting.exact_tokens(options.exact_tokens)
+            options = options._replace(
+                plan=fitting, calibration=fitting.calibration or None, sink_tokens=sinks, recent_tokens=recent
+            )
+        else:
+            assert pair is not None
+            check_window(*options.exact_tokens, KV_FORMATS[pair[0]], KV_FORMATS[pair[1]])
+        if any(options.exact_tokens):
+            _check_exact_tokens(config)
         if options.calibration is not None:
             check_calibration(options.calibration, config.model_config)
         return options
+
+
+def _check_exact_tokens(config: Any) -> None:
+    """Raise where vLLM would not manage two kinds of pages."""
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise Unsupported(
+            "sink_tokens and recent_tokens need vLLM's hybrid KV cache manager: leave out --disable-hybrid-kv-cache-manager"
+        )
+    if config.kv_transfer_config is not None:
+        raise Unsupported("KV connectors do not move the pages of sink_tokens and recent_tokens; leave these out, or the connector")
+
+
+def is_draft(config: Any, index: int) -> bool:
+    """Whether layer `index` of a model that is being loaded with this configuration is a draft model's."""
+    speculation, model = config.speculative_config, config.model_config
+    if speculation is None:
+        return False
+    target = speculation.target_model_config
+    return bool(index >= target.hf_text_config.num_hidden_layers or model is speculation.draft_model_config is not target)
 
 
 def _check_skipped(config: Any) -> None:
@@ -89,12 +132,12 @@ def _check_connector(transfer: Any) -> None:
 
 
 def _fitting(plan: CachePlan | str, model_config: Any) -> CachePlan:
-    """The plan, checked against the model. Raises `Unsupported` for formats and tokens that cannot be stored in pages."""
+    """The plan, checked against the model. Raises `Unsupported` for formats that cannot be stored in pages."""
     from halfbyte.hf.model_support import model_sizes
 
     plan = read_plan(plan)
     plan.check_model(model_sizes(model_config.hf_text_config))
-    page_layouts(plan)
+    page_layouts(replace(plan, sink_tokens=0, recent_tokens=0))
     return plan
 
 

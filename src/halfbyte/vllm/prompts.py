@@ -33,6 +33,7 @@ class Ragged:
     page_table      int32 [requests, pages]
     exact           this step's tokens are read unquantized
     host            (tokens, an upper bound of the length) of each request, if they are to be attended over unpacked tokens
+    code_lengths    of pages in 16 bits, int32 [requests]: as in `ExactTokens`, and so is sink_tokens
     """
 
     rows: slice
@@ -42,6 +43,8 @@ class Ragged:
     page_table: torch.Tensor
     exact: bool = False
     host: tuple[tuple[int, int], ...] = ()
+    code_lengths: torch.Tensor | None = None
+    sink_tokens: torch.Tensor | None = None
     _kept: dict[int | None, tuple[torch.Tensor, int, int]] = field(default_factory=dict, repr=False)
 
     def visible(self, window: int | None) -> tuple[torch.Tensor, int, int]:

@@ -86,6 +86,7 @@ def warm_up(
     like: tuple[Any, ...] = (
         impl.formats,
         impl.options.prefill,
+        None if impl.exact_tokens is None else impl.options.exact_tokens,
         query.shape[1:],
         query.stride(),
         query.dtype,
@@ -158,11 +159,14 @@ def _attention(
     for batch in batches(limits, (impl.num_heads, impl.num_kv_heads), unpacked):
         pages = row.expand(batch.requests, -1)
         cache = PagedView(*sides, zeros[: batch.requests].clone(), pages, impl.formats.rotate_keys)
+        exact = None
+        if impl.exact_tokens is not None:
+            exact = impl.exact_tokens.of(pages, zeros[: batch.requests].clone(), zeros[: batch.requests].clone())
         some = slice(0, batch.tokens)
-        impl.attend_codes(cache, zeros[: batch.requests + 1].clone(), batch.max_query_len, q[some], None, out[some])
+        impl.attend_codes(cache, zeros[: batch.requests + 1].clone(), batch.max_query_len, q[some], None, out[some], exact)
         if impl.options.prefill == "exact" and batch.max_query_len > limits.drafts:
             impl.attend_codes(
-                cache, zeros[: batch.requests + 1].clone(), batch.max_query_len, q[some], (k[some], v[some]), out[some]
+                cache, zeros[: batch.requests + 1].clone(), batch.max_query_len, q[some], (k[some], v[some]), out[some], exact
             )
 
 
