@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from mixtures import expand
-from tiny_models import LLAMA, SIZES
+from tiny_models import LLAMA, SIZES, VOCAB, made
 
 import halfbyte.hf as hf
 from halfbyte import errors
@@ -153,6 +153,16 @@ def test_twice(build):
     with pytest.raises(InvalidArgument, match="quantized already"):
         hf.quantize(model, "int4_g32")
     assert hf.quantize(model, keys="int8") is model
+
+
+def test_answers_beyond_learned_positions(prompt):
+    """The embedding of positions would fail, on a GPU by an assertion that ends the process."""
+    config = tf.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=1, n_head=2, n_positions=24)
+    model = hf.quantize(made(config), keys="int8", values="int8")
+    assert model.generate(prompt(1), max_new_tokens=4).shape == (1, 25)
+    with pytest.raises(InvalidArgument, match=r"max_new_tokens: .* 25 positions, and the model has learned 24"):
+        model.generate(prompt(1), max_new_tokens=5)
+    assert model.generate(prompt(1), max_new_tokens=5, eos_token_id=list(range(VOCAB))).shape == (1, 22)
 
 
 def test_a_cache_of_other_sequences_is_named(build, prompt):

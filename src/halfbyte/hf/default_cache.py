@@ -22,7 +22,7 @@ from halfbyte.calibrated_keys import CalibratedKeys, read_calibration
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import DecodeLoop, refuse_generator
-from halfbyte.hf.model_support import BUCKET, CACHE, NAME, NO_WEIGHTS, layer_types, text_config
+from halfbyte.hf.model_support import BUCKET, CACHE, NAME, NO_WEIGHTS, layer_types, learned_positions, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.settings import default_impl
 
@@ -164,6 +164,7 @@ class Prepared:
                 'cache_implementation="quantized" is a cache of transformers, and this model has a packed one: leave it out, or '
                 'call model.set_attn_implementation("sdpa") first'
             )
+        _check_positions(self, max_cache_length, generation_config)
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
         longest += _beyond(generation_config, mode)
         cache = model_kwargs.get(CACHE)
@@ -277,6 +278,14 @@ def _check_goes_on(held: int, generation_config: Any, mask: torch.Tensor | None)
             f"past_key_values holds {held} tokens, and the text with its attention_mask has {columns}: pass the whole text, or its "
             f"new tokens with an attention_mask of all; for another text, call reset() on the cache first"
         )
+
+
+def _check_positions(model: Any, tokens: int, generation_config: Any) -> None:
+    """Raise where learned positions end before the prompt does, or before the longest answer, of `tokens`, which nothing ends."""
+    limit, new = learned_positions(model, tokens), generation_config.max_new_tokens
+    if limit is not None:
+        ends = generation_config.eos_token_id is not None and (new is None or generation_config.max_length - new <= limit)
+        check(ends, f"max_new_tokens: prompt and answer take {tokens} positions, and the model has learned {limit}; ask for fewer")
 
 
 def _behind(generation_config: Any, held: int) -> int:

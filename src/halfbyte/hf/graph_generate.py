@@ -30,7 +30,7 @@ from halfbyte.hf.attention import check_one_text
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
-from halfbyte.hf.model_support import CACHE, text_config
+from halfbyte.hf.model_support import CACHE, learned_positions, text_config
 from halfbyte.hf.recorded_step import (
     MOST_DRAFTS,
     Forward,
@@ -111,6 +111,7 @@ def _why_not(
     steps = mode in ("greedy_search", "sample") or _drafts(config, given)
     tensors = {name for name, x in given.items() if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(x))}
     unknown = sorted(tensors - _CONTINUED - _OF_PROMPT)
+    learned = learned_positions(model, (config.max_length or 0) - 1 + _drafts(config, given))
     reasons = {
         f"{mode} does not feed one token a step": not steps,
         f"the cache is a {type(cache).__name__}, no PackedCache": not isinstance(cache, PackedCache),
@@ -122,6 +123,7 @@ def _why_not(
         "the model, or its input, lies on several devices": len(found.devices | {input_ids.device}) > 1,
         "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
+        "steps run ahead of an answer's end, and the longest goes beyond the learned positions": learned is not None,
         "hooks watch the model, and a replayed graph calls none": input_ids.is_cuda and found.has_hooks,
         "prefix tuning makes a cache of its own": _adapter(model) == "PREFIX_TUNING",
     }

@@ -108,6 +108,17 @@ def text_config(model_or_config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def learned_positions(model: Any, tokens: int) -> int | None:
+    """How many positions a model has learned, if `tokens` are more: an embedding of positions then fails, on a GPU by an assertion
+    that ends the process. None where they are not, and for models without such an embedding.
+    """
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    if limit is None or tokens <= limit:
+        return None
+    tables = (isinstance(m, nn.Embedding) and re.search(r"wpe$|position", name) for name, m in model.named_modules())
+    return limit if any(tables) else None
+
+
 def kv_scales(config: Any) -> dict[str, Any] | None:
     """The entry `KV_SCALES` of a decoder's configuration; raises `CheckpointError` for one that halfbyte cannot have written."""
     entry, count = getattr(config, KV_SCALES, None), int(config.num_hidden_layers)
