@@ -13,7 +13,7 @@ import torch
 
 from halfbyte import KVCache
 from halfbyte.device import H200
-from halfbyte.ops import _decode_on_gpu, _fused, _library, _linear_on_gpu, launch_cache
+from halfbyte.ops import _fused, _library, _linear_on_gpu, launch_cache
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
@@ -24,7 +24,7 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.settings import runs_torch_code
 
 #: Where portable kernels are launched.
-PORTABLE: dict[Any, str] = {_decode_on_gpu: "_launch_portable", _linear_on_gpu: "_run_portable"}
+PORTABLE: dict[Any, str] = {attention_op: "_launch_portable", _linear_on_gpu: "_run_portable"}
 
 
 class Launches(dict[Any, Any]):
@@ -162,8 +162,8 @@ def pretend_compiler(monkeypatch: pytest.MonkeyPatch) -> Variants:
     monkeypatch.setattr(launch_cache, "shared", lambda *_: None)  # nothing is replayed
     recorded = Variants()
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **options: recorded.run(kernel, *args, **options))
-    monkeypatch.setattr(_decode_on_gpu, "gpu", lambda index: H200)
-    monkeypatch.setattr(_decode_on_gpu, "_index", lambda q: 0)
+    monkeypatch.setattr(attention_op, "gpu", lambda index: H200)
+    monkeypatch.setattr(attention_op, "_index", lambda q: 0)
     return recorded
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import AttentionOptions
-from halfbyte.ops.decode_attention import QUERY_BLOCK, decode_attention
+from halfbyte.ops._decode_in_torch import QUERY_BLOCK
+from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.merge_states import merge_states
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.paging import PagedKVCache

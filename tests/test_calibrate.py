@@ -18,7 +18,7 @@ from halfbyte.calibrated_keys import read_calibration
 from halfbyte.engine import page_layouts
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS
-from halfbyte.hf.text import heldout_text, windows
+from halfbyte.text import heldout_text, windows
 from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.assignment import Options, Sensitivity, assign, candidates
 from halfbyte_lab.evals.calibrate import Divergence, Measurements, calibrate, fingerprint, measurements_path, runs
@@ -224,7 +224,7 @@ def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.C
     assert page.read_text().count("<svg") == 1
     assert len(measurements_path(output).read_text().splitlines()) == 1 + 6 * (4 + 2)
     model = hf.quantize(models.load("demo")[0], plan=tmp_path / "plan-5.json")
-    cache = model.generate.settings.make(model, 64)
+    cache = model.generate.cache(model, 64)
     assert cache.bytes_per_token == small.bits * 6 * 2 * 128 / 8
     assert run("eval", "demo", "--plan", str(tmp_path / "plan-5.json"), "--windows", "1", "--length", "48", "--json") == 0
     *_, said = json.loads(capsys.readouterr().out)["results"]
@@ -240,7 +240,7 @@ def test_plans_with_sink_and_recent_tokens_are_used(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert read_plan(plan).exact_tokens((0, 0)) == (4, 16)
     model = hf.quantize(models.load("demo")[0], plan=plan)
-    layers = model.generate.settings.make(model, 64).layers
+    layers = model.generate.cache(model, 64).layers
     assert [layer.options.window for layer in layers] == [(4, 16)] * 6
     assert run("eval", "demo", "--plan", str(plan), "--windows", "1", "--length", "48", "--json") == 0
     *_, said = json.loads(capsys.readouterr().out)["results"]

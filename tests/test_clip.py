@@ -10,9 +10,9 @@ import torch
 
 import halfbyte as hb
 from halfbyte.formats import KV_FORMATS, Format
-from halfbyte.hf.text import heldout_text, windows
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
+from halfbyte.text import heldout_text, windows
 from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import recorded_heads
 

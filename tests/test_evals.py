@@ -26,8 +26,8 @@ from halfbyte.device import describe
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 from halfbyte.hf.model_support import half_type
-from halfbyte.hf.text import ByteTokenizer, heldout_text, load_tokenizer, windows
 from halfbyte.paths import shipped_model
+from halfbyte.text import ByteTokenizer, heldout_text, load_tokenizer, windows
 from halfbyte_lab.evals import demo, present
 from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.choices import SAFE, caches

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from command_line import run
 from halfbyte.errors import InvalidArgument
-from halfbyte.hf.text import ByteTokenizer, _FromTransformers, heldout_text
+from halfbyte.text import ByteTokenizer, _FromTransformers, heldout_text
 from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.long_context import CHARACTERS, KEYS, TEXTS, Tasks, long_context, run_long_context
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers

@@ -15,11 +15,10 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, plain_format
 from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, Rope
-from halfbyte.ops._decode_on_gpu import DECODE
 from halfbyte.ops._linear_on_gpu import LINEAR
 from halfbyte.ops.append import APPEND
 from halfbyte.ops.declare import Op
-from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.decode_attention import DECODE, decode_attention
 from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import TRANSFORM_HEADS, transform_heads

@@ -14,7 +14,7 @@ import tiny_models
 
 from halfbyte import hf
 from halfbyte.errors import Unsupported
-from halfbyte.hf.text import heldout_text, windows
+from halfbyte.text import heldout_text, windows
 from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads, with_outliers
 from halfbyte_lab.evals.quality import Setting, evaluate

@@ -20,8 +20,8 @@ from halfbyte.device import GPU, H200, datasheet_name, describe
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import compiling, launch_cache, self_check, small_calls
-from halfbyte.ops._decode_on_gpu import DECODE
 from halfbyte.ops._linear_on_gpu import LINEAR
+from halfbyte.ops.decode_attention import DECODE
 from halfbyte.paths import own_checks
 from halfbyte.plans.decode_problem import problem_of
 from halfbyte.plans.gemm import tuned_gemm

@@ -200,12 +200,12 @@ def weight_or_plain(name: str) -> Format | None:
 
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
-    from halfbyte.hf.layer_options import layer_options
+    from halfbyte.hf.cache_layers import CacheSettings, layer_options
     from halfbyte.hf.model_support import ATTENTION, STATES, check_model_support, head_dims, kv_heads, layer_types, text_config
 
     check_model_support(config)
     text, kinds = text_config(config), layer_types(text_config(config))
-    options = layer_options(config, torch.bfloat16, keys=keys, values=values, skip_layers=skip_layers)
+    options = layer_options(config, torch.bfloat16, CacheSettings(keys, values, skip_layers=skip_layers))
     layers = tuple(
         LayerSizes(own.keys, own.values, kv_heads(text, layer), *head_dims(text, layer), own.sliding)
         for layer, (own, kind) in enumerate(zip(options, kinds, strict=True))

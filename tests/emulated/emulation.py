@@ -13,7 +13,7 @@ from gpu_cases import Call, poisoned
 from halfbyte.device import GPU
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu
+from halfbyte.ops import _experts_prompt, _linear_on_gpu, decode_attention
 from halfbyte.ops.experts_linear import _problem_of
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import plans_of
@@ -72,9 +72,9 @@ def run(call: DecodeCall, order: Order, num_sms: int = 3, backwards: bool = Fals
         except Unsupported as refused:
             raise Refused(str(refused)) from refused
 
-    patched = mock.patch.object(_decode_on_gpu, "_plans", plans)
+    patched = mock.patch.object(decode_attention, "_plans", plans)
     with patched, machine(order, backwards):
-        return _decode_on_gpu.run(call, compiled=True)
+        return decode_attention.run_on_gpu(call, compiled=True)
 
 
 def multiply(

@@ -13,7 +13,7 @@ import halfbyte as hb
 from halfbyte.device import GPU, H200
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.ops import _decode_on_gpu, _experts_prompt, _linear_on_gpu, small_calls
+from halfbyte.ops import _experts_prompt, _linear_on_gpu, decode_attention, small_calls
 from halfbyte.ops import experts_linear as experts_op
 from halfbyte.plans.decode_attention import gluon_plan, plans_of
 from halfbyte.plans.decode_problem import problem_of
@@ -102,9 +102,9 @@ def test_attention_checks_itself(name: str) -> None:
 
     def run(*args: Any) -> None:
         with machine(ORDERS[0]):
-            _decode_on_gpu.launch(*args, own=False)
+            decode_attention.launch(*args, own=False)
 
-    assert small_calls.attention_error(_decode_on_gpu._dense(call), plan, run) <= 0.5
+    assert small_calls.attention_error(decode_attention._dense(call), plan, run) <= 0.5
 
 
 @pytest.mark.slow
@@ -118,9 +118,9 @@ def test_blocks_of_queries_check_themselves() -> None:
     def run(call: DecodeCall, *rest: Any) -> None:
         assert call.cu_seqlens_q is not None
         with machine(ORDERS[0]):
-            _decode_on_gpu.launch(call, *rest, own=False)
+            decode_attention.launch(call, *rest, own=False)
 
-    assert small_calls.attention_error(_decode_on_gpu._dense(call), plan, run) <= 0.5
+    assert small_calls.attention_error(decode_attention._dense(call), plan, run) <= 0.5
 
 
 def test_a_wrong_kernel_is_noticed() -> None:
@@ -132,6 +132,6 @@ def test_a_wrong_kernel_is_noticed() -> None:
     def run(call: DecodeCall, plan: DecodePlan, *results: torch.Tensor) -> None:
         wrong = call._replace(options=call.options._replace(sm_scale=0.1))
         with machine(ORDERS[0]):
-            _decode_on_gpu.launch(wrong, plan, *results, own=False)
+            decode_attention.launch(wrong, plan, *results, own=False)
 
-    assert small_calls.attention_error(_decode_on_gpu._dense(call), plan, run) > 1
+    assert small_calls.attention_error(decode_attention._dense(call), plan, run) > 1

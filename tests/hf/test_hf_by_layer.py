@@ -18,7 +18,7 @@ KEYS, VALUES, ROTATED = ["int8", "int4"], ["int4_g32", "bf16"], [False, True]
 
 def formats(model):
     """(keys, values, rotated) of each layer of the cache that generate() makes."""
-    cache = model.generate.settings.make(model, 64)
+    cache = model.generate.cache(model, 64)
     return [(layer.key_format.name, layer.value_format.name, layer.rotate_keys) for layer in cache.layers]
 
 
@@ -76,7 +76,7 @@ def test_sink_and_recent_tokens_of_a_plan(build, prompt, greedy, tmp_path):
     models = [hf.quantize(build("llama"), plan=replace(bare, **window)), hf.quantize(build("llama"), plan=bare, **window)]
     models.append(hf.load(hf.save(models[0], tmp_path / "saved")))
     for model in models:
-        cache = model.generate.settings.make(model, 64)
+        cache = model.generate.cache(model, 64)
         assert [layer.options.window for layer in cache.layers] == [(2, 9)] * 2
         assert torch.equal(greedy(model, ids)[1], greedy(models[0], ids)[1])
     model = build("llama")

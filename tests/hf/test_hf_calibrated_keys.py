@@ -15,8 +15,7 @@ from halfbyte.calibrated_keys import CalibratedKeys, KeyTransform, key_transform
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import Attended, attention
-from halfbyte.hf.cache_layers import PackedLayer
-from halfbyte.hf.layer_options import LayerOptions
+from halfbyte.hf.cache_layers import LayerOptions, PackedLayer
 from halfbyte.hf.recorded_step import _key
 from halfbyte.kv_buffer import HeadNorms, Rope
 from halfbyte.reference.block import Norm, rms_norm

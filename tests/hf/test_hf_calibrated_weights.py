@@ -13,11 +13,10 @@ from transformers.utils import logging
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf import calibrated_weights
-from halfbyte.hf.progress_bar import show_progress
-from halfbyte.hf.text import heldout_text
-from halfbyte.hf.weights import select
+from halfbyte.hf.weights import select, show_progress
 from halfbyte.nn import QuantLinear
 from halfbyte.reference.quantize import quantize
+from halfbyte.text import heldout_text
 
 
 def logits(model, ids):
@@ -178,7 +177,7 @@ def test_a_clip_that_changes_nothing_is_told(build, monkeypatch):
 
 def test_progress_is_told_where_it_is_wanted(build, prompt, monkeypatch, capsys):
     """Of loading, an evaluation shows none; of calibrating, how long it takes."""
-    monkeypatch.setattr("halfbyte.hf.progress_bar._PATIENCE", 0.0)
+    monkeypatch.setattr("halfbyte.hf.weights._PATIENCE", 0.0)
     logging.disable_progress_bar()
     try:
         hf.quantize(build("llama"), "nvfp4", clip="search", calibrate=prompt(8, 160))

@@ -13,9 +13,9 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.formats import weight_format
 from halfbyte.hf import quantize_model
 from halfbyte.hf.default_cache import cache_settings
-from halfbyte.hf.text import heldout_text, windows
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.settings import CLIP, CPU_WEIGHTS, KEYS, VALUES, WEIGHTS
+from halfbyte.text import heldout_text, windows
 from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
 from halfbyte_lab.evals.quality import Setting, evaluate

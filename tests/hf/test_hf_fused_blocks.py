@@ -24,9 +24,9 @@ import halfbyte.hf as hf
 from halfbyte import KVCache
 from halfbyte.errors import InvalidArgument
 from halfbyte.hf import fused_blocks, fused_parts
-from halfbyte.hf.block_structure import norm_of
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view, why_not_fused
 from halfbyte.hf.recorded_step import kept_steps
+from halfbyte.hf.structure import norm_of
 from halfbyte.ops import block_linear
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "transformers.md"

@@ -150,29 +150,6 @@ def test_a_window_in_compiled_layers_and_skipped_ones(build):
             hf.quantize(build("llama"), recent_tokens=4, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
-def test_beams_sampling_and_several_answers(build, prompt, rounded, greedy, family):
-    model, ids = build(family), prompt()
-    model.set_attn_implementation("eager")
-    modes = [
-        {"num_beams": 3},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True, "top_k": 20},
-        {"do_sample": True, "num_return_sequences": 3},
-    ]
-    runs = []
-    for cache in (lambda: rounded(model), lambda: None):
-        if cache() is None:
-            hf.quantize(model, keys="bf16", values="bf16")
-        outs = []
-        for mode in modes:
-            torch.manual_seed(3)
-            outs.append(greedy(model, ids, new=6, past_key_values=cache(), **mode)[0])
-        runs.append(outs)
-    for mode, a, b in zip(modes, *runs, strict=True):
-        assert torch.equal(a, b), mode
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("chunk", [5, 16, 18])
 def test_chunked_prefill(build, prompt, greedy, family, chunk):
@@ -279,17 +256,6 @@ def test_copied_model_keeps_its_cache(build, prompt, greedy):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.generate.model is twin
         assert torch.equal(greedy(model, ids)[0], greedy(twin, ids)[0])
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-def test_assisted_decoding(build, prompt, greedy, quantized):
-    model, ids = hf.quantize(build("llama"), keys="bf16", values="bf16"), prompt(1)
-    assistant = build("llama")
-    if quantized:
-        hf.quantize(assistant, keys="int4", values="int4")
-    expected, _ = greedy(model, ids, new=20)
-    assert torch.equal(greedy(model, ids, new=20, assistant_model=assistant)[0], expected)
-    assert torch.equal(greedy(model, ids, new=20, prompt_lookup_num_tokens=3)[0], expected)
 
 
 @pytest.mark.parametrize("new", [42, 43, 44])  # 21 + 43 tokens are a whole capacity

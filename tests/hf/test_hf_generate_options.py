@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,7 +78,6 @@ CASES: dict[str, dict[str, Any]] = {
     "return_dict_in_generate": {"return_dict_in_generate": True},
     "sequence_bias": {"sequence_bias": [[[7], 50.0]]},
     "stopping_criteria": {"stopping_criteria": tf.StoppingCriteriaList([lambda ids, scores: ids[:, -1] % 2 == 0])},
-    "streamer": {},  # below: for one sequence only
     "suppress_tokens": {"suppress_tokens": list(range(2, 60))},
     "temperature": {**SAMPLE, "temperature": 5.0},
     "top_h": {**SAMPLE, "top_h": 0.3},
@@ -106,7 +104,7 @@ UNPACKED = {"cache_implementation", "max_cache_len", "use_cache"}
 #: They change what comes back besides tokens, or nothing that a CPU shows.
 SAME_TOKENS = UNPACKED | {
     *("bos_token_id", "disable_compile", "output_hidden_states", "output_logits", "prefill_chunk_size", "return_dict_in_generate"),
-    *("streamer", "early_stopping"),
+    "early_stopping",
 }
 _HUB = "transformers runs code from the Hub for it"
 _TWO = "is about encoder-decoders, which transformers gives their own cache"
@@ -123,6 +121,7 @@ LEFT_OUT = {
     "custom_generate": "is a loop of somebody else's",
     "is_assistant": "is set by transformers",
     "output_attentions": "is refused: below",
+    "streamer": "is for one sequence: tests/hf/test_hf_graph_generate.py",
     "speculation_type": "needs a model with heads for drafts",
     "synced_gpus": "needs several GPUs",
     "transformers_version": "is no option",
@@ -194,16 +193,6 @@ def test_drafts_change_no_token(pair: tuple[Any, Any], option: str) -> None:
     expected = generate(plain, ids[:1], mask[:1], past_key_values=rounded_cache(plain, "int8"), max_new_tokens=20)
     assistant = {} if {"prompt_lookup_num_tokens", "assistant_early_exit"} & given.keys() else {"assistant_model": plain}
     assert torch.equal(generate(packed, ids[:1], mask[:1], max_new_tokens=20, **given, **assistant).sequences, expected.sequences)
-
-
-def test_a_streamer_gets_every_token(pair: tuple[Any, Any]) -> None:
-    class Streamer(list):  # type: ignore[type-arg]
-        put = list.append
-        end: Callable[[Any], None] = lambda self: None
-
-    got, (ids, mask) = Streamer(), prompts()
-    made = generate(pair[1], ids[:1], mask[:1], streamer=got)
-    assert torch.cat([t.flatten() for t in got]).tolist() == made.sequences[0].tolist()
 
 
 def test_embeddings_in_place_of_tokens(pair: tuple[Any, Any]) -> None:

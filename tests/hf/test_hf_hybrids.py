@@ -18,7 +18,7 @@ import halfbyte.hf as hf
 from halfbyte import errors, memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
-from halfbyte.hf.text import ByteTokenizer
+from halfbyte.text import ByteTokenizer
 from halfbyte_lab.evals.advice import advise
 from halfbyte_lab.evals.own_attention import agreement
 from halfbyte_lab.evals.suite import Suite, measure

@@ -93,13 +93,13 @@ def test_local_tasks_of_a_card(shipped, tasks, tmp_path):
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     for kind in ("bf16", "int4"):
         file = str(tmp_path / "perplexity.yaml")
-        made = lm_eval_results(loaded, str(folder), Setting(kind, kind, None, kind == "int4"), [file])  # rotated by default
+        made = lm_eval_results(loaded, str(folder), Setting(kind, kind, kind == "int4"), [file])  # rotated by default
         found[kind] = made["perplexity"]["byte_perplexity"]
         model = hf.quantize(copy.deepcopy(shipped[0]), keys=kind, values=kind)
         assert found[kind] == pytest.approx(perplexity(model, tokenizer, first, kind), rel=1e-5)
     assert found["int4"] > found["bf16"]
     with pytest.raises(InvalidArgument, match=r"has no task \['none'\]"):
-        lm_eval_results(loaded, str(folder), Setting("int8", "int8", None, False), ["none"])
+        lm_eval_results(loaded, str(folder), Setting("int8", "int8"), ["none"])
 
 
 def test_task_files_that_are_not_there(capsys):

@@ -218,7 +218,7 @@ def test_evaluated():
     plain, eight, four = evaluate(model, [Setting(), Setting(lm_head="int8_col"), Setting(lm_head="int4_g32")], tokens)
     assert 0 < eight.kl_mean < four.kl_mean
     assert plain.weight_bytes < four.weight_bytes < eight.weight_bytes  # tied: a second head on top
-    assert (eight.setting.name, Setting("int8", "int8", "nf4", lm_head="int8_col").name) == (
+    assert (eight.setting.name, Setting("int8", "int8", weights="nf4", lm_head="int8_col").name) == (
         "int8_col lm_head",
         "int8 + nf4 + int8_col lm_head",
     )

@@ -11,8 +11,7 @@ from families import tiny_model
 
 import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
-from halfbyte.hf import graph_generate
-from halfbyte.hf.default_cache import CacheSettings
+from halfbyte.hf import default_cache, graph_generate
 from halfbyte.hf.recorded_step import MOST_PROMPT, MOST_PROMPTS, kept_steps, prompt_bucket
 
 OPTIONS = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 12}
@@ -114,8 +113,8 @@ def test_rows_of_several_texts_are_refused(packed, prompt):
 def test_the_next_default_cache_is_made_of_the_last(packed, prompt, monkeypatch):
     """Unless the model's cache was set otherwise, or the model cast."""
     model, made = packed(), []
-    make = CacheSettings.make
-    monkeypatch.setattr(CacheSettings, "make", lambda *args: made.append(args) or make(*args))
+    make = default_cache.new_cache
+    monkeypatch.setattr(default_cache, "new_cache", lambda *args: made.append(args) or make(*args))
     for tokens in (5, 50, 400):
         model.generate(prompt(2, tokens), **OPTIONS)
     assert len(made) == 1

@@ -14,8 +14,7 @@ import halfbyte.hf as hf
 from halfbyte import errors
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf import attention
-from halfbyte.hf.attention import Handle
-from halfbyte.hf.masks import mask
+from halfbyte.hf.handles import Handle, mask
 from halfbyte.nn import QuantLinear
 
 

@@ -14,8 +14,7 @@ import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import attention
-from halfbyte.hf.cache_layers import PackedLayer
-from halfbyte.hf.layer_options import LayerOptions
+from halfbyte.hf.cache_layers import LayerOptions, PackedLayer
 from halfbyte.reference.hadamard import rotate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
@@ -136,7 +135,7 @@ def test_no_heads_of_one_size(family):
 
 def by_cache(model):
     """What the layers of the cache that generate() makes hold rotated values."""
-    cache = model.generate.settings.make(model, 64)
+    cache = model.generate.cache(model, 64)
     return [layer.rotate_values for layer in cache.layers]
 
 
@@ -176,7 +175,7 @@ def test_the_cache_rotates_what_weights_cannot(build, prompt, greedy, tmp_path, 
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert by_cache(model) == [True] * model.config.num_hidden_layers
     assert not any(by_cache(plain))
-    caches = [m.generate.settings.make(m, 64) for m in (plain, model)]
+    caches = [m.generate.cache(m, 64) for m in (plain, model)]
     runs = [*zip((plain, model), caches, strict=True), (plain, hf.PackedCache(plain, 64, keys="bf16", values="bf16"))]
     with torch.no_grad():
         chunks = [m(ids, past_key_values=cache, use_cache=True).logits for m, cache in runs]
@@ -194,7 +193,7 @@ def test_the_cache_rotates_what_weights_cannot(build, prompt, greedy, tmp_path, 
         again = hf.load(hf.save(model, tmp_path / "saved"))
         assert by_cache(again) == by_cache(model)
         assert torch.equal(greedy(again, ids)[0], sequences)
-        assert "int8 rotated" in repr(again.generate.settings.make(again, 64))
+        assert "int8 rotated" in repr(again.generate.cache(again, 64))
 
 
 def test_an_outlier_channel_is_spread_by_the_cache_too(build, prompt):
@@ -210,7 +209,7 @@ def test_an_outlier_channel_is_spread_by_the_cache_too(build, prompt):
         assert dim % 16 == 0
         exact = logits(copy.deepcopy(model), ids)
         hf.quantize(model, keys="bf16", values="int4", rotate_values=rotate_values)
-        cache = model.generate.settings.make(model, 64)
+        cache = model.generate.cache(model, 64)
         with torch.no_grad():
             got = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(20, 1)]
         error[rotate_values] = (got[1] - exact[:, 20:]).norm()
@@ -231,7 +230,7 @@ def test_a_compiled_step_rotates_too(build, prompt):
     model, ids = hf.quantize(build("gpt2"), keys="int8", values="int4", rotate_values=True), prompt(2, 18)
     outs = []
     for step in (model, torch.compile(model, backend="eager", fullgraph=True)):
-        cache = model.generate.settings.make(model, 64)
+        cache = model.generate.cache(model, 64)
         model(ids, past_key_values=cache, use_cache=True)
         outs.append(step(ids[:, -1:], past_key_values=cache, use_cache=True, cache_position=torch.tensor([18])).logits)
     torch._dynamo.reset()

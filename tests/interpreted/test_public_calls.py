@@ -85,7 +85,7 @@ def test_a_prompt_of_more_rows_than_a_grid_has_blocks(monkeypatch: pytest.Monkey
     cache.append(k, v, counts=torch.tensor([40, 35]))
     options = {"window": 9, "starts": torch.tensor([0, 4]), "return_lse": True, "impl": "triton"}
     whole = hb.decode_attention(q, cache, deterministic_batch=deterministic, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr("halfbyte.ops._decode_on_gpu.MOST_BLOCKS", 2)
+    monkeypatch.setattr("halfbyte.ops.decode_attention.MOST_BLOCKS", 2)
     cut = hb.decode_attention(q, cache, deterministic_batch=deterministic, **options)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.ops import _decode_on_gpu as on_gpu
+from halfbyte.ops import decode_attention as on_gpu
 from halfbyte.plans.decode_problem import DecodeProblem
 from test_attention_varlen import OPTIONS, assert_same, in_chunks
 from varlen_cases import BAD_BOUNDS, MIXED, WithExactTokens, batch_of
@@ -100,6 +100,6 @@ def test_bounds_that_no_engine_makes_reach_no_other_memory(monkeypatch: pytest.M
     for bounds in BAD_BOUNDS:
         batch.bounds = torch.tensor(bounds, dtype=torch.int32)
         memory = torch.full_like(rows, 7.0)
-        on_gpu.run(batch.call("triton"), into=memory[1].transpose(0, 1)[None])
+        on_gpu.run_on_gpu(batch.call("triton"), into=memory[1].transpose(0, 1)[None])
         assert bool((memory[::2] == 7).all())
         assert not memory.isnan().any()

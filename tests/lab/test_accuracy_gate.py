@@ -112,7 +112,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, brief: None, two_layers: Path) -> No
 
 def seed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
     """The fault in everything that attention and linear layers give on a CPU."""
-    attention: dict[str, Any] = sys.modules["halfbyte.ops.decode_attention"]._LEVELS
+    attention: dict[str, Any] = sys.modules["halfbyte.ops._decode_in_torch"].LEVELS
     products: dict[str, Any] = sys.modules["halfbyte.ops.linear"]._LEVELS
 
     def attend(right: Any) -> Any:

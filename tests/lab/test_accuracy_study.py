@@ -11,8 +11,8 @@ import torch
 from benches import CPU, WHERE, quick
 
 from halfbyte.formats import KV_FORMATS
-from halfbyte.hf.text import ByteTokenizer, heldout_text, windows
 from halfbyte.memory import meta_model, packed_layers
+from halfbyte.text import ByteTokenizer, heldout_text, windows
 from halfbyte_lab.evals import real_model
 from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import Heads, recorded_heads

@@ -41,7 +41,8 @@ def results() -> list[Quality]:
         "top1": 0.98,
         "kl_by_quarter": [1e-3] * 3,
     }
-    settings = [Setting(), *every_kv_setting(), *every_weight_setting(), Setting("int8", "int4_g32", "int4_g64", clip="search")]
+    both = Setting("int8", "int4_g32", weights="int4_g64", clip="search")
+    settings = [Setting(), *every_kv_setting(), *every_weight_setting(), both]
     return [Quality(s, **figures, kv_bytes_per_token=1664, weight_bytes=11_147_776, seconds=22.2) for s in settings]
 
 

@@ -22,7 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
 LAYERS = (
     {"cli"},
-    {"hf", "vllm", "doctor", "memory", "terminal"},
+    {"hf", "vllm", "doctor", "memory", "terminal", "text"},
     {"engine", "calibrated_keys"},
     {"checkpoints"},
     {"cache", "cache_pickle", "paging", "nn", "experts"},
@@ -41,7 +41,7 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 #: The heavy or optional packages, and who may import them.
 ONLY = {
-    "transformers": {"hf", "cli", "memory"},
+    "transformers": {"hf", "cli", "memory", "text"},
     "matplotlib": set(),
     "triton": {"kernels", "device"},
     "numba": {"cpu"},

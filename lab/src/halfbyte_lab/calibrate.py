@@ -16,7 +16,7 @@ from halfbyte_lab.options import Html, check_page, check_writable
 if TYPE_CHECKING:
     import torch
 
-    from halfbyte.hf.text import Tokenizer
+    from halfbyte.text import Tokenizer
     from halfbyte_lab.evals.calibrate import Calibrated
 
 
@@ -87,7 +87,7 @@ def calibrate(
 
 def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int], where: tuple[str | None, str]) -> None:
     """Calibrate keys and write them. where: the device, and the 16-bit type."""
-    from halfbyte.hf.text import read_text
+    from halfbyte.text import read_text
     from halfbyte_lab.evals.calibrate_keys import calibrate_keys
     from halfbyte_lab.evals.model import load
     from halfbyte_lab.progress import progress
@@ -109,7 +109,7 @@ def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int]
 
 def _windows(tokenizer: Tokenizer, content: str, length: int, count: int) -> torch.Tensor:
     """Windows int64 [count, length] of a text, all of them."""
-    from halfbyte.hf.text import windows
+    from halfbyte.text import windows
 
     ids = windows(tokenizer.encode(content), length, count, tokenizer.bos)
     if ids.shape[0] < count:
@@ -142,7 +142,7 @@ def _calibrated(
     keys: str,
 ) -> list[Calibrated]:
     """Load, measure what is not known yet, choose. where: the device, and the 16-bit type; keys: the file of calibrated ones."""
-    from halfbyte.hf.text import read_text
+    from halfbyte.text import read_text
     from halfbyte_lab.evals import calibrate as steps
     from halfbyte_lab.evals.assignment import candidates
     from halfbyte_lab.evals.model import load

@@ -55,8 +55,8 @@ def evaluate(
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.hf.model_support import head_dims, text_config
-    from halfbyte.hf.text import read_text
-    from halfbyte.hf.text import windows as cut
+    from halfbyte.text import read_text
+    from halfbyte.text import windows as cut
     from halfbyte_lab.evals import long_context, pages, suite
     from halfbyte_lab.evals.choices import limit
     from halfbyte_lab.evals.model import load

@@ -28,8 +28,8 @@ from halfbyte.device import Device
 from halfbyte.errors import check
 from halfbyte.formats import key_format, plain_format, value_format, weight_format
 from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.cache_layers import CacheSettings, layer_options
 from halfbyte.hf.checkpoint import load as load_folder
-from halfbyte.hf.layer_options import layer_options
 from halfbyte.hf.mixtures import expert_stacks, unread_experts
 from halfbyte.hf.model_support import ATTENTION, half_type, layer_reach, layer_types, text_config
 from halfbyte.hf.quantize_model import quantize
@@ -216,7 +216,7 @@ def checked(model: Any, formats: Formats) -> Any:
     check_fits(select(model, ()), weight_format(formats.weights))
     if formats.lm_head is not None:
         find_lm_head(model, weight_format(formats.lm_head))
-    layer_options(text_config(model), half_type(model), keys=formats.keys, values=formats.values)
+    layer_options(text_config(model), half_type(model), CacheSettings(formats.keys, formats.values))
     return model
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import TextStreamer
 
-    from halfbyte.hf.text import Tokenizer
+    from halfbyte.text import Tokenizer
 
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
 RotateValues = Annotated[bool, typer.Option("--rotate-values", help="Fold a rotation of values into v_proj and o_proj.")]
@@ -59,11 +59,11 @@ def generate(
     from halfbyte.device import describe
     from halfbyte.formats import weight_format
     from halfbyte.hf.model_support import BUCKET
-    from halfbyte.hf.progress_bar import show_progress
-    from halfbyte.hf.text import load_tokenizer
+    from halfbyte.hf.weights import show_progress
     from halfbyte.memory import packed_layers
     from halfbyte.paths import resolve_model
     from halfbyte.reference.quantize import check_clip
+    from halfbyte.text import load_tokenizer
 
     check((prompt is None) == chat, "give --prompt with a text to continue, or --chat to write to the model line by line")
     text = _text(prompt or "")
@@ -125,7 +125,7 @@ def _chat(model: str, load: Callable[[], Any], options: dict[str, Any], seed: in
     from transformers import AutoTokenizer
 
     from halfbyte.hf import Chat
-    from halfbyte.hf.default_cache import cache_settings
+    from halfbyte.hf.default_cache import cache_settings, new_cache
     from halfbyte.paths import resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
@@ -135,7 +135,7 @@ def _chat(model: str, load: Callable[[], Any], options: dict[str, Any], seed: in
     conversation.model = lm = load()
     formats = cache_settings(lm)
     assert formats is not None
-    conversation.cache = formats.make(lm, 1024 + options["max_new_tokens"])
+    conversation.cache = new_cache(lm, formats, 1024 + options["max_new_tokens"])
     torch.manual_seed(seed)
     while line := _line("> " if sys.stdin.isatty() else ""):
         try:
@@ -254,10 +254,10 @@ def _quantized(
     from halfbyte import hf
     from halfbyte.device import describe
     from halfbyte.formats import plain_format, weight_format
-    from halfbyte.hf.text import read_text
     from halfbyte.nn import QuantLayer
     from halfbyte.paths import resolve_model
     from halfbyte.reference.quantize import check_clip
+    from halfbyte.text import read_text
 
     clip, lm_head = options["clip"], options["lm_head"]
     if (model is None) == (source is None) or bool(source and weights):

@@ -13,20 +13,18 @@ from halfbyte.errors import require
 
 require("transformers", "halfbyte.hf")
 
-from halfbyte.hf.attention import register
 from halfbyte.hf.attention_weights import KeyBiasWarning, key_biases
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save
 from halfbyte.hf.default_cache import Generate
 from halfbyte.hf.every_forward import packed_forwards
-from halfbyte.hf.mixtures import register as register_experts
 from halfbyte.hf.model_support import NAME, REFUSED
 from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer  # its import registers it
 from halfbyte.hf.recorded_step import release
 from halfbyte.hf.rehearsal import warm_up
-from halfbyte.hf.text import Chat
+from halfbyte.text import Chat
 
 __all__ = [
     "quantize",
@@ -44,6 +42,3 @@ __all__ = [
     "NAME",
     "REFUSED",
 ]
-
-register()
-register_experts()

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls under the name "halfbyte"; `masks.py` has the mask function.
+"""The attention function that transformers calls under the name "halfbyte"; `handles.py` has the mask function.
 
 With a `PackedCache`, `key` and `value` are handles: they carry the packed cache of the layer and the chunk's own keys and values.
 A prompt of any length attends to itself in 16 bits and reads only the past from the packed cache; steps, of one token or of drafts,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,16 +18,11 @@ from transformers.generation import configuration_utils
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported, warn_once
-from halfbyte.hf.chunked_attention import chunked_prompt, step
-from halfbyte.hf.latents import newest_layer
-from halfbyte.hf.masks import mask
-from halfbyte.hf.model_support import NAME, NO_DRAFTS, NO_WEIGHTS, WINDOW_IN_MASK, layer_chunk, layer_window
+from halfbyte.hf.handles import NO_DRAFTS, Handle, check_one_text, mask, newest_layer
+from halfbyte.hf.model_support import NAME, NO_WEIGHTS, WINDOW_IN_MASK, layer_chunk, layer_window
 from halfbyte.ops.decode_attention import decode_attention, decode_of_parts
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.ops.transform_heads import transform_heads
-
-if TYPE_CHECKING:
-    from halfbyte.hf.cache_layers import PackedLayer
 
 _NO_CACHE = (
     "this forward has no packed KV cache, so attention runs in 16 or 32 bits (torch's scaled_dot_product_attention); "
@@ -54,45 +49,6 @@ class Attended(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     options: dict[str, Any]
-
-
-class Handle:
-    """What a packed layer's `update()` returns in place of keys or values. What raises is listed: Dynamo fails on `__getattr__`."""
-
-    __slots__ = ("before", "layer", "new", "rotated", "which")
-
-    def __init__(
-        self,
-        layer: PackedLayer,
-        new: torch.Tensor,
-        which: str,
-        rotated: torch.Tensor | None = None,
-        before: KVCache | None = None,
-    ) -> None:
-        """rotated: queries that were rotated by position, and transformed, along with new keys; before: the cache without `new`,
-        where its past is gone by now."""
-        self.layer, self.new, self.which, self.rotated, self.before = layer, new, which, rotated, before
-
-    def _refuse(self, *args: object, **kwargs: object) -> Any:
-        raise Unsupported(
-            f"this model works on the cached {self.which} itself before attention, and a packed cache has no {self.which} to hand "
-            f"out; use transformers' own cache for it (keys=None, values=None)"
-        )
-
-    shape = dtype = device = ndim = T = mT = size = dim = to = float = view = reshape = property(_refuse)
-    repeat = expand = transpose = permute = repeat_interleave = unsqueeze = squeeze = contiguous = property(_refuse)
-    split = chunk = index_select = gather = masked_fill = clone = property(_refuse)
-    __getitem__ = __len__ = __iter__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = _refuse
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """torch.cat([handle, ...]) and the like."""
-        raise Unsupported(
-            f"this model calls {getattr(func, '__name__', func)} on cached keys or values before attention, and a packed cache has "
-            f"none to hand out; use transformers' own cache for it (keys=None, values=None)"
-        )
 
 
 def attention(
@@ -156,7 +112,7 @@ def attention(
             layer.calls.append(Attended(module, query, key.new, value.new, call))
     if torch.compiler.is_compiling() and query.shape[2] <= layer.longest_step:
         decode = partial(decode_of_parts, query, layer.parts)
-        return _by_token(step(decode, layer, query.shape[2], options, size), layer), None
+        return _by_token(_chunked_step(decode, layer, query.shape[2], options, size), layer), None
     kv, before = cast(KVCache, layer.kv), key.before
     held = getattr(kv, "window", None)
     if held is not None and (window is None or window > held):
@@ -172,7 +128,7 @@ def attention(
             past, begins = kv if before is None else before, layer.chunk is not None
             if size is not None:
                 begins = layer.begins and not torch.compiler.is_compiling()
-                return chunked_prompt(q, k, v, past, options, size, q.shape[2] * (before is None), begins)
+                return _chunked_prompt(q, k, v, past, options, size, q.shape[2] * (before is None), begins)
             out = prefill_attention(q, k, v, past, appended=before is None, begins=begins, latent_heads=heads, **options)
             return cast(torch.Tensor, out)  # a pair only with return_lse
         q = q if heads is None else heads.absorbed(q)
@@ -181,7 +137,7 @@ def attention(
         def decode(options: dict[str, Any]) -> torch.Tensor:
             return cast(torch.Tensor, decode_attention(q, kv, query_start=start, latent=heads is not None, **options))
 
-        out = step(decode, layer, q.shape[2], options, size)
+        out = _chunked_step(decode, layer, q.shape[2], options, size)
         return out if heads is None else heads.expanded(out)
 
     if torch.compiler.is_compiling() or layer.drafts is None:
@@ -189,32 +145,14 @@ def attention(
     return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read), layer), None
 
 
-def _is_step(layer: PackedLayer, count: int) -> bool:
+def _is_step(layer: Any, count: int) -> bool:
     """Whether the newest `count` tokens read themselves as they are stored: one alone over an empty cache is a prompt."""
     if layer.chunk is not None:
         return layer.chunk.held is not None
     return count <= layer.longest_step and not (layer.begins and layer.longest_step == 1)
 
 
-def check_one_text(positions: torch.Tensor | None, starts: torch.Tensor | None, lengths: torch.Tensor) -> None:
-    """Raise for rows that hold several texts, each with positions from 0 on, as batches without padding have them.
-
-    positions [B or 1, L] of the newest of `lengths` [B] tokens; those of padding, before `starts`, do not count. Waits for a GPU.
-    """
-    if positions is None or positions.ndim != 2:
-        return
-    column = lengths[:, None] - positions.shape[1] + torch.arange(1, positions.shape[1], device=lengths.device)
-    back = positions.diff() <= 0
-    if starts is not None:
-        back = back & (column > starts[:, None])
-    if bool(back.any()):
-        raise Unsupported(
-            "position_ids start again within a row, which thus holds several texts; over a packed cache these would see each "
-            "other: pass one text a row, or read them within halfbyte.hf.packed_forwards, without a mask"
-        )
-
-
-def _by_token(out: torch.Tensor, layer: PackedLayer) -> torch.Tensor:
+def _by_token(out: torch.Tensor, layer: Any) -> torch.Tensor:
     """[B, H, L, D] -> [B, L, H, D] contiguous, rotated back where the layer rotates values."""
     out = transform_heads(out) if layer.rotate_values and layer.latent_heads is None else out
     return out.transpose(1, 2).contiguous()
@@ -294,6 +232,76 @@ def _check_supported(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
+# ----------------------------------------------------------------------------------------------- chunked attention (Llama 4)
+
+# A token sees those of its own chunk of a text, up to itself, and none of the chunks before. Chunks have `size` tokens each,
+# counted from the first real token of a sequence: causal attention that starts with the chunk. A layer keeps as many tokens as one
+# with a window of `size`.
+
+
+def _chunked_step(
+    decode: Callable[[dict[str, Any]], torch.Tensor], layer: Any, queries: int, options: dict[str, Any], size: int | None
+) -> torch.Tensor:
+    """Attention of so many queries over what a layer holds, [B, Hq, L, D], by decode(options); size: None without chunks.
+
+    A pass is right for queries of one chunk, and a step of one token needs one. Where its chunk starts is computed by the first
+    layer of a cache (`leader`), for all.
+    """
+    if size is None:
+        return decode(options)
+    lengths, starts, is_compiling = layer.parts["lengths"], options["starts"], torch.compiler.is_compiling()
+    if queries == 1 and layer.leader is not None and not is_compiling and layer.drafts is None:
+        return decode({**options, "starts": layer.leader.chunk_start.to(lengths.device)})
+    first = lengths - queries if layer.chunk is None else layer.chunk.held
+    start = first // size * size if starts is None else starts + (first - starts) // size * size
+    if not is_compiling:
+        layer.chunk_start = start
+    out = decode({**options, "starts": start})
+    for number in range(1, (queries - 2 + size) // size + 1):
+        later = start + number * size
+        is_later = first[:, None] + torch.arange(queries, device=first.device) >= later[:, None]
+        out = torch.where(is_later[:, None, :, None], decode({**options, "starts": later}), out)
+    return out
+
+
+def _chunked_prompt(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVCache, options: dict[str, Any], size: int, held: int, begins: bool
+) -> torch.Tensor:
+    """Attention of the new tokens of a prompt, [B, Hq, L, D]: each chunk over itself in 16 bits, and the first over the past, too.
+
+    kv: a cache that holds the past and `held` of the new tokens behind it. begins: there is no past.
+    """
+    starts, past, tokens = options["starts"], kv.lengths - held, q.shape[2]
+    if begins and (starts is None or tokens <= size):
+        return _each_alone(q, k, v, kv, options, size)
+    #: New tokens before the first boundary between chunks; of a prompt that begins, they are padding.
+    before = (-past % size if starts is None else (starts - past) % size)[:, None]
+    token = torch.arange(tokens, device=q.device)
+    behind = token + before
+    out = _each_alone(_at(q, behind), _at(k, behind), _at(v, behind), kv, {**options, "starts": None}, size)
+    out = _at(out, token - before)
+    if begins:
+        return out
+    cache = KVCache.from_buffers(kv.keys, kv.values, past, page_table=kv.page_table, rotate_keys=kv.rotate_keys)
+    options = {**options, "starts": past + before[:, 0] - size, "appended": False}
+    first = cast(torch.Tensor, prefill_attention(q[:, :, :size], k[:, :, :size], v[:, :, :size], cache, **options))
+    is_first = (token[:size] < before)[:, None, :, None]
+    return torch.cat([torch.where(is_first, first, out[:, :, :size]), out[:, :, size:]], 2)
+
+
+def _each_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVCache, options: dict[str, Any], size: int) -> torch.Tensor:
+    """Attention of every `size` tokens over themselves."""
+    parts = zip(q.split(size, 2), k.split(size, 2), v.split(size, 2), strict=True)
+    results = [prefill_attention(*part, cache=kv, begins=True, **options) for part in parts]
+    return torch.cat(cast(list[torch.Tensor], results), 2)
+
+
+def _at(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens [B, L] of x [B, H, L, D]; the first or the last in place of those that it does not have."""
+    index = tokens.clamp(0, x.shape[2] - 1)[:, None, :, None]
+    return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+
 # ------------------------------------------------------------------------------------------------------------ plain tensors
 
 
@@ -335,9 +343,8 @@ def _plain(
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-def register() -> None:
-    """Register the attention and mask functions, and the name of the cache, with transformers. Importing halfbyte.hf does it."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-    if NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS:
-        configuration_utils.ALL_CACHE_IMPLEMENTATIONS += (NAME,)  # no seam for it: a closed list, against which files are checked
+# The names under which transformers finds them.
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+if NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS:
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS += (NAME,)  # no seam for it: a closed list, against which files are checked

@@ -17,9 +17,8 @@ from halfbyte.cache import KVCache
 from halfbyte.cache_options import token_bytes
 from halfbyte.calibrated_keys import Calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.hf.cache_layers import Chunk, Drafts, PackedLayer, cache_layer, state_bytes
-from halfbyte.hf.latents import announce, heads_of, is_latent
-from halfbyte.hf.layer_options import layer_options
+from halfbyte.hf.cache_layers import CacheSettings, Chunk, PackedLayer, cache_layer, layer_options, state_bytes
+from halfbyte.hf.handles import Drafts, announce, heads_of
 from halfbyte.hf.model_support import (
     BUCKET,
     DECODE_QUERIES,
@@ -27,6 +26,7 @@ from halfbyte.hf.model_support import (
     all_head_dims,
     check_model_support,
     half_type,
+    is_latent,
     kv_heads,
     layer_chunk,
     layer_types,
@@ -89,19 +89,8 @@ class PackedCache(Cache):  # type: ignore[misc]
         check_model_support(model_or_config)
         check_attention(model_or_config)
         config, self.capacity = text_config(model_or_config), _whole_buckets(capacity)
-        options = layer_options(
-            model_or_config,
-            dtype or half_type(model_or_config),
-            keys=keys,
-            values=values,
-            rotate_keys=rotate_keys,
-            rotate_values=rotate_values,
-            calibration=calibration,
-            sink_tokens=sink_tokens,
-            recent_tokens=recent_tokens,
-            skip_layers=skip_layers,
-            capacity=self.capacity,
-        )
+        settings = CacheSettings(keys, values, rotate_keys, skip_layers, sink_tokens, recent_tokens, rotate_values, calibration)
+        options = layer_options(model_or_config, dtype or half_type(model_or_config), settings, self.capacity)
         states, attention = int(getattr(config, "number_of_conv_states", 1)), LatentLayer if is_latent(config) else PackedLayer
         kinds = zip(layer_types(config), options, strict=True)
         cache_layers = [cache_layer(kind, attention, states, self.capacity, own) for kind, own in kinds]
@@ -220,10 +209,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         for layer in self.packed:
             layer.longest_step = tokens if tokens <= DECODE_QUERIES else 1
 
-    def expect_chunk(self, chunk: Chunk | None) -> None:
-        """Expect forwards of a recorded prompt, or step with drafts, at the positions of `chunk`; None: none."""
+    def expect_chunk(self, counts: torch.Tensor | None, held: torch.Tensor | None = None) -> None:
+        """Expect forwards of a recorded prompt, or step with drafts, whose tokens stand as a `Chunk` says; None: no such ones."""
         for layer in self.packed:
-            layer.chunk = chunk
+            layer.chunk = None if counts is None else Chunk(held, counts)
 
     def set_lengths(self, lengths: torch.Tensor) -> None:
         """Set each sequence's tokens to `lengths` [B] without synchronizing: a `crop` that reopens no block of codes."""

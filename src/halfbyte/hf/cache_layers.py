@@ -1,18 +1,14 @@
 """Layers of a `PackedCache`: packed keys and values, the state of a recurrence or a convolution, or both.
 
 States (Mamba, gated delta nets, short convolutions) have a fixed size; transformers keeps them, in the model's dtype.
-
-Drafts of assisted decoding are verified as greedy decoding would read them, and undone exactly. With a 16-bit tail (the last
-block of per-channel keys, or recent tokens) a query's result depends on how many tokens the cache holds. So drafts are appended
-and verified up to the token that finishes a block, or one by one with recent tokens, as each pushes another out of the window;
-else 16 at once. The tail is copied before drafts, so that `take_back` restores it: cropping alone would leave dequantized keys in
-it, with scales that include rejected tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,20 +16,63 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.cache import KVCache
-from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.hf.attention import Handle
-from halfbyte.hf.layer_options import LayerOptions
-from halfbyte.hf.masks import PACKED
-from halfbyte.hf.model_support import ATTENTION, NO_DRAFTS, STATES
+from halfbyte.calibrated_keys import Calibration, digest_of_norms, read_calibration
+from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.formats import Format, check_window, key_format, value_format
+from halfbyte.hf.handles import PACKED, Drafts, Handle
+from halfbyte.hf.model_support import (
+    ATTENTION,
+    BUCKET,
+    STATES,
+    all_head_dims,
+    check_no_latents,
+    head_dims,
+    inner_model,
+    kv_scales,
+    layer_reach,
+    model_sizes,
+    one_each,
+    text_config,
+)
 from halfbyte.ops.append import APPEND, append_of_parts
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.paging import SPARE, WindowKVCache
-from halfbyte.tensors import LatentHeads
+from halfbyte.reference.hadamard import check_rotation, rotated
+from halfbyte.tensors import KeyTransform, LatentHeads
 
 #: A layer with a state and no attention.
 StateLayer: Any = cache_utils.LinearAttentionLayer
 #: A layer with neither. That of transformers before DummyLayer has a state, which stays empty.
 EmptyLayer: Any = getattr(cache_utils, "DummyLayer", StateLayer)
+
+
+class Chunk(NamedTuple):
+    """The tokens of a recorded forward, int32 [B]: how many come before them (None: they are a prompt), and how many are real."""
+
+    held: torch.Tensor | None
+    counts: torch.Tensor
+
+
+class LayerOptions(NamedTuple):
+    """Formats of one layer, and what is done to its keys and values before they are stored.
+
+    dtype           the 16-bit type of what stays in 16 bits
+    window          (sink tokens, recent tokens), which stay in 16 bits
+    rotate_values   quantized ones; those of 16 bits throughout stay as they are
+    sliding         tokens that attention sees at most, which are kept; None: all
+    scales          fixed ones of keys and of values as a model computes them, before these are changed; None: measured
+    transform       of quantized keys, in place of a rotation; attention takes that of queries
+    """
+
+    keys: Format
+    values: Format
+    rotate_keys: bool
+    dtype: torch.dtype
+    window: tuple[int, int] = (0, 0)
+    rotate_values: bool = False
+    sliding: int | None = None
+    scales: Sequence[float | None] = (None, None)
+    transform: KeyTransform | None = None
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -63,13 +102,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.longest_step = 1
         #: Within a recorded prompt, or a recorded step with drafts: where its tokens stand.
         self.chunk: Chunk | None = None
-        #: While a model's structure is read (`block_structure.py`), or keys are calibrated: a list of what attention is given.
+        #: While a model's structure is read (`structure.py`), or keys are calibrated: a list of what attention is given.
         self.calls: Any = None
         #: How heads expand what the cache holds, where that is latents (`cache.py`).
         self.latent_heads: LatentHeads | None = None
         #: Whether attention checks that a row is one text; one layer of a cache does.
         self.checks_positions = False
-        #: The layer that computes where a step's chunk starts, [B], for this one (`chunked_attention.py`); None: it does itself.
+        #: The layer that computes where a step's chunk starts, [B], for this one (`attention.py`); None: it does itself.
         self.leader: PackedLayer | None = None
         self.chunk_start = torch.empty(0)
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
@@ -286,84 +325,75 @@ def state_bytes(layer: Any) -> int:
     return sum(t.nbytes for t in states if t is not None)
 
 
-# -------------------------------------------------------------------------------------------------------------- drafts
+@dataclass(frozen=True)
+class CacheSettings:
+    """The options of a `PackedCache`. Formats are one, or one for each layer, as `rotate_keys` is."""
 
-#: read(q, k, v, is_step): attention of the newest tokens, which the cache holds already; those of a prompt read k and v.
-Read = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    keys: str | Sequence[str]
+    values: str | Sequence[str]
+    rotate_keys: bool | Sequence[bool] | None = None
+    skip_layers: Iterable[int] = ()
+    sink_tokens: int = 0
+    recent_tokens: int = 0
+    rotate_values: bool = False
+    calibration: Calibration | None = None
 
-
-class Chunk(NamedTuple):
-    """The tokens of a recorded forward, int32 [B]: how many come before them (None: they are a prompt), and how many are real."""
-
-    held: torch.Tensor | None
-    counts: torch.Tensor
-
-
-class _Before(NamedTuple):
-    """A cache before its last drafts, and their keys and values [B, H, L, D]."""
-
-    tails: list[torch.Tensor]
-    lengths: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    @property
+    def options(self) -> dict[str, Any]:
+        """By name, as `halfbyte.hf.quantize` takes them."""
+        return {f.name: getattr(self, f.name) for f in fields(CacheSettings)}
 
 
-class Drafts:
-    """The state of one layer in a call of `generate()` with drafts."""
-
-    def __init__(self, prompt: int, at_once: int) -> None:
-        """`prompt`: tokens that come before the first draft. `at_once`: drafts that one launch may read."""
-        self.prompt, self.at_once = prompt, at_once
-        self.before: _Before | None = None
-        self.newest: torch.Tensor | None = None
-
-    def attend(self, kv: KVCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, read: Read) -> torch.Tensor:
-        """Append k, v [B, H, L, D] and answer q [B, Hq, L, D]: the rest of the prompt as one chunk, then the drafts."""
-        if k is self.newest:
-            raise Unsupported(NO_DRAFTS)
-        self.newest, count = k, q.shape[2]
-        first = min(self.prompt, count)
-        self.prompt -= first
-        starts = [*([0] if first else []), *self._starts(kv, first, count)]
-        parts = []
-        for start, stop in zip(starts, [*starts[1:], count], strict=True):
-            if start == first:
-                self._remember(kv, k[:, :, first:], v[:, :, first:])
-            new_q, new_k, new_v = (t[:, :, start:stop] for t in (q, k, v))
-            kv.append(new_k, new_v)
-            parts.append(read(new_q, new_k, new_v, start >= first))
-        return torch.cat(parts, 2)
-
-    def _starts(self, kv: KVCache, first: int, count: int) -> list[int]:
-        """Where the parts begin into which drafts `first` to `count` - 1 are cut."""
-        block = kv.keys.format.token_block
-        if block is None:
-            return list(range(first, count, 1 if _tails(kv) else self.at_once))
-        held = int(kv.lengths[0])  # waits for a GPU; drafts come for one sequence only
-        starts = [first] if first < count else []
-        for i in range(first + 1, count):
-            if (held + i + 1) % block == 0 or i - starts[-1] == self.at_once:
-                starts.append(i)
-        return starts
-
-    def _remember(self, kv: KVCache, k: torch.Tensor, v: torch.Tensor) -> None:
-        """One draft is none: it is the token that was chosen, and stays."""
-        tails = _tails(kv) if k.shape[2] > 1 else []
-        self.before = _Before([t.clone() for t in tails], kv.lengths.clone(), k, v) if tails else None
-
-    def take_back(self, kv: KVCache, count: int) -> bool:
-        """Undo the last `count` tokens exactly, if they are drafts of the last forward; returns whether they were."""
-        before, self.before = self.before, None
-        if before is None or count > before.k.shape[2]:
-            return False
-        kv.crop(before.lengths)
-        for tail, snapshot in zip(_tails(kv), before.tails, strict=True):
-            tail.copy_(snapshot)
-        rest = before.k.shape[2] - count
-        if rest:
-            kv.append(before.k[:, :, :rest], before.v[:, :, :rest])
-        return True
+def layer_options(model_or_config: Any, dtype: torch.dtype, cache: CacheSettings, capacity: int = 2**31 - 1) -> list[LayerOptions]:
+    """Of every layer. Raises `InvalidArgument` or `Unsupported` where one does not fit."""
+    config, window = text_config(model_or_config), (cache.sink_tokens, cache.recent_tokens)
+    formats = _formats(config, cache.keys, cache.values, cache.skip_layers, dtype)
+    rotations = one_each("rotate_keys", cache.rotate_keys, len(formats))
+    transforms = _transforms(model_or_config, cache.calibration, len(formats))
+    stored = kv_scales(config) or {"format": None, "layers": [(None, None)] * len(formats)}
+    any_codes = any(fmt.is_quantized for sides in formats for fmt in sides)
+    options = []
+    for layer, sides in enumerate(formats):
+        (key_dim, value_dim), has_codes = head_dims(config, layer), any(fmt.is_quantized for fmt in sides)
+        check_rotation(cache.rotate_values, value_dim, "rotate_values")
+        if has_codes or not any_codes:
+            check_window(*window, *sides, capacity)
+        scales = [s if fmt.name == stored["format"] else None for s, fmt in zip(stored["layers"][layer], sides, strict=True)]
+        is_rotated, reach = rotated(rotations[layer], sides[0], key_dim), layer_reach(config, layer)
+        own = window if has_codes else (0, 0)
+        options.append(LayerOptions(*sides, is_rotated, dtype, own, cache.rotate_values, reach, scales, transforms[layer]))
+    return options
 
 
-def _tails(kv: KVCache) -> list[torch.Tensor]:
-    return [t for t in (kv.keys.tail, kv.values.tail) if t is not None]
+def _formats(
+    config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Iterable[int], dtype: torch.dtype
+) -> list[tuple[Format, Format]]:
+    """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
+    check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
+    count = int(config.num_hidden_layers)
+    dims = set(all_head_dims(config))
+    k_formats = [key_format(name) for name in one_each("keys", keys, count)]
+    v_formats = [value_format(name) for name in one_each("values", values, count)]
+    for side, formats, sizes in zip(("keys", "values"), (k_formats, v_formats), zip(*sorted(dims), strict=True), strict=True):
+        for fmt, dim in product(dict.fromkeys(formats), dict.fromkeys(sizes)):
+            fmt.check_shape((1, 1, BUCKET, dim), f"{side}={fmt.name!r}: a head of this model")
+    plain = key_format("fp16" if dtype is torch.float16 else "bf16")
+    check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
+    skips = set()
+    for layer in skip_layers:
+        check(
+            isinstance(layer, int) and -count <= layer < count,
+            f"skip_layers holds {layer!r}; the model has {count} layers: pass numbers from {-count} to {count - 1}",
+        )
+        skips.add(layer % count)
+    return [(plain, plain) if i in skips else (k_formats[i], v_formats[i]) for i in range(count)]
+
+
+def _transforms(model_or_config: Any, calibration: Calibration | None, layers: int) -> tuple[KeyTransform | None, ...]:
+    """The transform of keys of each layer; raises for the calibration of another model."""
+    if calibration is None:
+        return (None,) * layers
+    check_no_latents(text_config(model_or_config))
+    keys, is_model = read_calibration(calibration), isinstance(model_or_config, torch.nn.Module)
+    digest = digest_of_norms(inner_model(model_or_config)) if is_model else ""
+    return keys.of_model(model_sizes(text_config(model_or_config)), digest)

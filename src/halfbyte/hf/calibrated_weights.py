@@ -17,10 +17,9 @@ from torch import nn
 from halfbyte.errors import Unsupported, check
 from halfbyte.formats import Format
 from halfbyte.hf.model_support import Decoder
-from halfbyte.hf.progress_bar import progress_bar
-from halfbyte.hf.text import load_tokenizer, windows
-from halfbyte.hf.weights import Target, linear_size, quantized
+from halfbyte.hf.weights import Target, linear_size, progress_bar, quantized
 from halfbyte.nn import QuantLayer
+from halfbyte.text import load_tokenizer, windows
 
 #: Windows of text that a model is calibrated on, at most, with so many tokens each; and the fewest tokens.
 WINDOWS, LENGTH, FEWEST = 64, 1024, 1024

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from halfbyte.calibrated_keys import read_calibration
 from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.layer import Expanded
@@ -22,8 +23,7 @@ from halfbyte.formats import weight_format
 from halfbyte.hf.default_cache import CALIBRATION, cache_settings
 from halfbyte.hf.external import DRAFTS, ExternalCheckpoint, from_state
 from halfbyte.hf.model_support import model_class, read_config
-from halfbyte.hf.quantization_config import check_options
-from halfbyte.hf.quantize_model import quantize, reports_footprint
+from halfbyte.hf.quantize_model import check_options, quantize, reports_footprint
 from halfbyte.hf.weights import of_adapters, select
 from halfbyte.paths import is_gguf, new_folder
 from halfbyte.reference.quantize import check_clip
@@ -73,7 +73,7 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
             raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
         settings = cache_settings(model)
         if settings is not None and settings.calibration is not None:
-            settings.calibration.write(temporary / CALIBRATION)
+            read_calibration(settings.calibration).write(temporary / CALIBRATION)
         if source is not None:
             _copy_tokenizer(source, temporary)
     return target
@@ -106,7 +106,7 @@ def load(
     Without keys, values or plan the cache has the formats that were saved with the model.
     dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
-    check_options(options, quantize)
+    check_options(options)
     if not isinstance(skips := options.get("skip_modules", ""), str):  # which quantize refuses
         options["skip_modules"] = tuple(skips)  # read more than once
     valid = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from transformers.utils import cached_file
 from halfbyte.calibrated_keys import CalibratedKeys, read_calibration
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.cache_layers import CacheSettings
 from halfbyte.hf.graph_generate import DecodeLoop, refuse_generator
 from halfbyte.hf.model_support import BUCKET, CACHE, NAME, NO_WEIGHTS, layer_types, learned_positions, text_config
-from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.settings import default_impl
 
 #: The entry of config.json that holds the settings.
@@ -34,35 +34,19 @@ _NEW = {"sink_tokens", "recent_tokens", "rotate_values", "calibration"}
 CALIBRATION = "calibration/keys.safetensors"
 
 
-@dataclass(frozen=True)
-class CacheSettings:
-    """What the default cache of `generate()` is made of: the options of `PackedCache`. Formats are one, or one for each layer."""
+def new_cache(model: Any, settings: CacheSettings, capacity: int) -> PackedCache:
+    """A cache for `model`, with room for its sink and recent tokens at least."""
+    return PackedCache(model, _room(settings, capacity), **settings.options)
 
-    keys: str | tuple[str, ...]
-    values: str | tuple[str, ...]
-    rotate_keys: bool | tuple[bool, ...]
-    skip_layers: tuple[int, ...]
-    sink_tokens: int = 0
-    recent_tokens: int = 0
-    rotate_values: bool = False
-    calibration: CalibratedKeys | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """By name, as `halfbyte.hf.quantize` takes them."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+def _room(settings: CacheSettings, capacity: int) -> int:
+    return max(capacity, settings.sink_tokens + settings.recent_tokens)
 
-    def saved(self) -> dict[str, Any]:
-        """What config.json holds: of calibrated keys, the name of their file, which `halfbyte.hf.save` writes."""
-        options = {name: x for name, x in self.options.items() if name != "calibration"}
-        return options if self.calibration is None else {**options, "calibration": CALIBRATION}
 
-    def make(self, model: Any, capacity: int) -> PackedCache:
-        """A cache for `model`, with room for its sink and recent tokens at least."""
-        return PackedCache(model, self.room(capacity), **self.options)
-
-    def room(self, capacity: int) -> int:
-        return max(capacity, self.sink_tokens + self.recent_tokens)
+def saved(settings: CacheSettings) -> dict[str, Any]:
+    """What config.json holds: of calibrated keys, the name of their file, which `halfbyte.hf.save` writes."""
+    options = {name: x for name, x in settings.options.items() if name != "calibration"}
+    return options if settings.calibration is None else {**options, "calibration": CALIBRATION}
 
 
 class Replaced:
@@ -87,9 +71,9 @@ class Generate(Replaced):
 
     def cache(self, model: Any, capacity: int) -> PackedCache:
         kind = self.settings, id(model.config), model.config._attn_implementation, model.dtype, default_impl()
-        if self._last is not None and self._last[0] == kind and (cache := self._last[1].another(self.settings.room(capacity))):
+        if self._last is not None and self._last[0] == kind and (cache := self._last[1].another(_room(self.settings, capacity))):
             return cache
-        cache = self.settings.make(model, capacity)
+        cache = new_cache(model, self.settings, capacity)
         blank = cache.another(capacity)
         self._last = None if blank is None else (kind, blank)
         return cache
@@ -345,15 +329,6 @@ def _saved_calibration(folder_or_id: str) -> CalibratedKeys:
         raise CheckpointError(
             f"{folder_or_id}: config.json has calibrated keys; save folders with halfbyte.hf.save: {error}"
         ) from error
-
-
-def use_packed_cache(model: Any, settings: CacheSettings) -> None:
-    """Give a model halfbyte's attention and let `generate()` make packed caches. The settings are saved with the model."""
-    model.set_attn_implementation(NAME)
-    setattr(model.config, SAVED, settings.saved())
-    if getattr(model.config, "quantization_config", None) is None:
-        model.config.quantization_config = HalfbyteConfig()  # so that transformers looks for halfbyte, which restores the settings
-    make_default(model, settings)
 
 
 def make_default(model: Any, settings: CacheSettings) -> None:

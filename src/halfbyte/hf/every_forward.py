@@ -12,9 +12,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.hf.default_cache import CacheSettings, cache_settings
+from halfbyte.hf.default_cache import cache_settings, new_cache
 from halfbyte.hf.model_support import CACHE, DECODE_QUERIES, check_continues, inner_model
-from halfbyte.hf.survey import rotations_by_length
+from halfbyte.hf.structure import rotations_by_length
 
 #: Outputs of a forward that hold one entry a token, along axis 1.
 _BY_TOKEN = ("logits", "last_hidden_state")
@@ -82,7 +82,7 @@ def part_of_text(model: Any, last: int) -> Iterator[None]:
 
 
 class _Forward:
-    def __init__(self, model: Any, settings: CacheSettings, chunk: int, forward: Any) -> None:
+    def __init__(self, model: Any, settings: Any, chunk: int, forward: Any) -> None:
         self.model, self.settings, self.chunk, self.forward = model, settings, chunk, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class _Forward:
     def _chunks(self, input_ids: torch.Tensor, mask: torch.Tensor | None, keep: int, **kwargs: Any) -> list[Any]:
         """The outputs of all chunks, of which the last `keep` logits count; 0: all of them."""
         tokens, outputs = input_ids.shape[1], []
-        cache = self.settings.make(self.model, tokens)
+        cache = new_cache(self.model, self.settings, tokens)
         cache.expect_steps(self.chunk)
         if cache.has_states and mask is not None and self.chunk == 1:
             raise Unsupported("chunk=1: transformers does not mask the padding of one token from recurrent states; pass 2 or more")

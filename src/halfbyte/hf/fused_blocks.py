@@ -9,7 +9,7 @@
 So with a tuned kernel for the weights, bf16 and up to 16 rows (`halfbyte.ops.block_linear`); otherwise norms with the sum before
 them, and activations, have launches of their own.
 
-`block_structure.py` reads what a block consists of off a step of it. A fused form is proposed for each branch, attention or a gated
+`structure.py` reads what a block consists of off a step of it. A fused form is proposed for each branch, attention or a gated
 MLP, and taken if it gives what the family's own gave; any other branch, such as a mixture of experts or a recurrence, is called as
 it is. A block that is not two branches with norms around them runs as it is, between fused ones or not.
 
@@ -19,26 +19,33 @@ decoding, of a model with a packed cache, without gradients.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from halfbyte.hf.block_structure import Structure, norms_of, readings, same, structure_of
+from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.fused_parts import AddedForms, Form, Tables, fused_part, quantized_layer, whole_rows
-from halfbyte.hf.model_support import blocks
-from halfbyte.hf.survey import has_hooks, survey, tensors_of
-from halfbyte.hf.weights import all_agree, all_reduce_of, partial_layer
+from halfbyte.hf.model_support import CACHE, blocks, half_type, ranks_of, text_config
+from halfbyte.hf.structure import Call, Reading, Structure, has_hooks, norms_of, same, structure_of, survey, tensors_of
 from halfbyte.nn import QuantLinear
-from halfbyte.ops.all_reduce import AllReduce
+from halfbyte.ops.all_reduce import AllReduce, of_all
 from halfbyte.ops.block import add_norm, norm_rows
 from halfbyte.ops.block_linear import Rows, add_projection
 from halfbyte.ops.linear import linear
 from halfbyte.reference.block import Norm
 from halfbyte.settings import torch_code
+
+#: Tokens in the cache before the step that is recorded; the first of row 0 is padding.
+_PROMPT = 3
+#: Hooks would record a call of another thread.
+_LOCK = threading.Lock()
 
 
 class _View(NamedTuple):
@@ -56,6 +63,7 @@ class _View(NamedTuple):
 _views: WeakKeyDictionary[Any, tuple[tuple[Any, ...], _View]] = WeakKeyDictionary()
 #: Copy of a model with some of its blocks -> those.
 _some: WeakKeyDictionary[Any, list[nn.Module]] = WeakKeyDictionary()
+_sums: WeakKeyDictionary[Any, AllReduce] = WeakKeyDictionary()
 
 
 def fused_view(model: Any, addresses: tuple[Hashable, ...] | None = None) -> Any | None:
@@ -93,6 +101,92 @@ def _view(model: Any, addresses: tuple[Hashable, ...] | None, repeats: list[Call
         view = view if all_agree(model, view.model is not None) else _View(None, view.reasons)
         _views[model] = weights, view
     return view
+
+
+def _together(model: Any) -> bool:
+    """Whether the ranks that share each layer are those of the default process group: otherwise some may do something else."""
+    return dist.is_available() and dist.is_initialized() and 1 < ranks_of(model) == dist.get_world_size()
+
+
+def all_reduce_of(model: Any) -> AllReduce | None:
+    """How partial sums of a model's ranks are added up, kept with the model; None: as transformers does. All ranks call it."""
+    if not _together(model):
+        return None
+    if model not in _sums:
+        _sums[model] = AllReduce(model.config.get_text_config().hidden_size, model.dtype, model.device)
+    return _sums[model]
+
+
+def all_agree(model: Any, mine: bool) -> bool:
+    """Whether all ranks of a model say so, where `all_reduce_of` adds up their sums; else `mine`. All ranks call it."""
+    return all(of_all(mine, model.device)) if _together(model) else mine
+
+
+def partial_layer(layer: Any) -> QuantLinear | None:
+    """A row-parallel layer that gives a rank's partial sums; None for others, and with a bias, which is added behind the sum."""
+    is_partial = type(layer) is QuantLinear and layer.parallel_style == "rowwise" and layer.bias is None
+    return layer if is_partial else None
+
+
+def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iterator[Reading]:
+    """Two steps of a model's decoder, at a position near the others and at the last: some factors change far out only.
+
+    around: the module that calls the layers.
+    """
+    decoder, config = model.get_decoder(), text_config(model)
+    device, dtype = next(layers[0].parameters()).device, half_type(model)
+    plain = "fp16" if dtype is torch.float16 else "bf16"
+    cache, twin = (PackedCache(model, 64, keys=plain, values=plain, rotate_keys=False) for _ in range(2))
+    rng = torch.Generator().manual_seed(0)
+    states = torch.randn(2, _PROMPT + 2, config.hidden_size, generator=rng).to(device, decoder.get_input_embeddings().weight.dtype)
+    mask = torch.ones(2, _PROMPT + 2, dtype=torch.long, device=device)
+    mask[0, 0] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    positions[:, -1] = (getattr(config, "max_position_embeddings", None) or 1024) - 1
+
+    def run(part: slice, kv_cache: PackedCache) -> None:
+        options = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part], "use_cache": True, CACHE: kv_cache}
+        decoder(inputs_embeds=states[:, part].clone(), **options)
+
+    for kv_cache in (cache, twin):
+        run(slice(0, _PROMPT), kv_cache)
+    for step in range(_PROMPT, _PROMPT + 2):
+        for layer in cache.packed:
+            layer.calls = []
+        with _recording(list(around.modules())) as calls:
+            run(slice(step, step + 1), cache)
+        of_attention = [call for layer in cache.packed for call in layer.calls]
+        inside = [{id(m) for m in layer.modules()} for layer in layers]
+        by_block = [[call for call in of_attention if id(call.module) in own] for own in inside]
+        yield Reading(list(_by_block(calls, layers)), calls, by_block, cache, twin)
+
+
+@contextmanager
+def _recording(modules: Sequence[nn.Module]) -> Iterator[list[Call]]:
+    """The calls of modules, in the order of their ends."""
+    calls: list[Call] = []
+    owner = threading.get_ident()
+
+    def seen(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if threading.get_ident() == owner:  # other threads may run the model meanwhile
+            calls.append(Call(module, args, kwargs, out))
+
+    with _LOCK:
+        hooks = [module.register_forward_hook(seen, with_kwargs=True) for module in modules]
+        try:
+            yield calls
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _by_block(calls: Sequence[Call], layers: Sequence[nn.Module]) -> Iterator[list[Call]]:
+    start = 0
+    for layer in layers:
+        stop = next(i for i in range(start, len(calls)) if calls[i].module is layer) + 1
+        inside = {id(m) for m in layer.modules()}
+        yield [call for call in calls[start:stop] if id(call.module) in inside]
+        start = stop
 
 
 def weight_versions(model: nn.Module) -> int:

@@ -16,8 +16,8 @@ from torch import nn
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf.attention import Attended, attention
-from halfbyte.hf.block_structure import SCALES, Part, Reading, close, same, signature
 from halfbyte.hf.model_support import CACHE
+from halfbyte.hf.structure import SCALES, Part, Reading, close, same, signature
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.block import gated, norm_rows

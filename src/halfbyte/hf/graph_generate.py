@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,25 +26,23 @@ from transformers.generation.utils import (
 )
 
 from halfbyte.errors import Unsupported, warn_once
-from halfbyte.hf.attention import check_one_text
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
-from halfbyte.hf.model_support import CACHE, learned_positions, text_config
+from halfbyte.hf.model_support import CACHE, learned_positions, ranks_of, text_config
 from halfbyte.hf.recorded_step import (
     MOST_DRAFTS,
     Forward,
     LookupForward,
     PromptForward,
+    check_prompt,
     keep_step,
     padded_prompt,
     records_prompts,
-    starts_of_prompt,
     take_step,
 )
 from halfbyte.hf.rehearsal import Prompts, compile_ahead
-from halfbyte.hf.survey import Survey, survey
-from halfbyte.hf.weights import ranks_of
+from halfbyte.hf.structure import Survey, survey
 
 #: Steps between two looks at whether all sequences have finished; with drafts, which make fewer and longer steps.
 EVERY, EVERY_LOOKUP = 8, 2
@@ -97,9 +95,7 @@ class DecodeLoop:
         compile_ahead(self.model, model, prompts, self.fuse_blocks)
         for name in _UNUSED:
             model_kwargs.pop(name, None)
-        ngram = generation_config.max_matching_ngram_size or 2
-        lookup = _Lookup(min(drafts, MOST_DRAFTS), ngram) if drafts else None
-        return _Loop(self, view, model.addresses, input_ids, choice, streamer, lookup).run(model_kwargs)
+        return _Loop(self, view, model.addresses, input_ids, choice, streamer, min(drafts, MOST_DRAFTS)).run(model_kwargs)
 
 
 def _why_not(
@@ -183,13 +179,6 @@ def refuse_generator(generator: torch.Generator | None) -> None:
         raise Unsupported("generator= belongs to recorded steps, which cannot run this call; use torch.manual_seed")
 
 
-class _Lookup(NamedTuple):
-    """Drafts of a step, and the longest suffix to match."""
-
-    drafts: int
-    ngram: int
-
-
 class _Loop:
     def __init__(
         self,
@@ -199,11 +188,12 @@ class _Loop:
         input_ids: torch.Tensor,
         choice: Choice,
         streamer: Any,
-        lookup: _Lookup | None,
+        drafts: int,
     ) -> None:
+        """drafts: of a step of prompt lookup; 0 without."""
         self.owner, self.view, self.prompts, self.choice, self.config = owner, view, input_ids, choice, choice.config
         self.addresses = addresses
-        self.streamer, self.lookup = streamer, lookup
+        self.streamer, self.drafts, self.ngram = streamer, drafts, self.config.max_matching_ngram_size or 2
         #: Tokens of the longest sequence at least; without drafts, of all.
         self.length = self.start = self.streamed = input_ids.shape[1]
         self.forward: Forward | None = None
@@ -224,7 +214,7 @@ class _Loop:
         logits = outputs.logits[:, -1]
         del outputs
         looks = self.streamer is not None or ranks_of(view) > 1  # of which one may stream, and all must run as many steps
-        every = 1 if looks else EVERY_LOOKUP if self.lookup else 1 if is_visible else EVERY
+        every = 1 if looks else EVERY_LOOKUP if self.drafts else 1 if is_visible else EVERY
         try:
             with view._optimize_model_for_decode():
                 self._choose(logits)
@@ -232,7 +222,7 @@ class _Loop:
                     self._steps(every, inputs)
         finally:
             self.step.cache.expect_chunk(None)
-        if self.lookup is not None:
+        if self.drafts:
             self.step.cache.set_lengths(self.tokens.lengths[:, 0] - 1)
         if not is_visible:
             keep_step(self.owner.model, self.step)
@@ -246,14 +236,15 @@ class _Loop:
                 self.prompts, next_sequence_length=tokens, is_first_iteration=True, **inputs
             )
             if (padded := padded_prompt(own, tokens)) is not None:
-                check_one_text(own.get("position_ids"), starts_of_prompt(padded), self.tokens.lengths[:, 0])
+                check_prompt(own, padded, self.tokens.lengths[:, 0])
                 return self.step.prompt(PromptForward, self.view.training, padded, WARM_UP)(self.view)
         return self.view._prefill(self.prompts, self.config, inputs)
 
     def _steps(self, every: int, inputs: dict[str, Any]) -> None:
         view = fused_view(self.owner.model, self.addresses) if self.owner.fuse_blocks else None
         forward = self.view if view is None else view
-        self.forward = self._first_forward((view, self.view.training, self.lookup), inputs)  # a view made anew is another
+        kind = view, self.view.training, self.drafts, self.ngram  # a view made anew is another
+        self.forward = self._first_forward(kind, inputs)
         more = True
         while more:
             self._choose(self.forward(forward))
@@ -263,15 +254,15 @@ class _Loop:
         """The step's forward, over the inputs of this call's first step."""
         now = self.tokens.ids[:, : self.length]
         inputs = self.view.prepare_inputs_for_generation(now, next_sequence_length=1, **inputs)
-        if self.lookup is None:
+        if not self.drafts:
             return self.step.forward(Forward, kind, inputs, WARM_UP)
-        drafts, ngram = self.lookup
         positions = inputs["position_ids"].expand(len(now), 1)
         self.tokens.left_padding.copy_(self.length - 1 - positions)
-        inputs |= {name: inputs[name].new_zeros(len(now), 1 + drafts) for name in ("input_ids", "position_ids")}
+        width = 1 + self.drafts
+        inputs |= {name: inputs[name].new_zeros(len(now), width) for name in ("input_ids", "position_ids")}
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = 1 + drafts
-        return self.step.forward(partial(LookupForward, ngram=ngram), kind, inputs, WARM_UP)
+            inputs["logits_to_keep"] = width
+        return self.step.forward(partial(LookupForward, ngram=self.ngram), kind, inputs, WARM_UP)
 
     def _choose(self, logits: torch.Tensor) -> None:
         """Choose the next tokens from logits [B, V] or, with drafts, [B, L, V]."""

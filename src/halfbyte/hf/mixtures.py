@@ -257,6 +257,4 @@ def _activated(module: Any, y: torch.Tensor) -> torch.Tensor:
     return module._apply_gate(y)  # type: ignore[no-any-return]
 
 
-def register() -> None:
-    """Make `forward` known to transformers."""
-    ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+ALL_EXPERTS_FUNCTIONS.register(NAME, forward)

@@ -22,8 +22,6 @@ from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import MIN_SCALE
-from halfbyte.hf.latents import SPARSE, is_latent, latent_refusal
-from halfbyte.hf.survey import modules_of
 from halfbyte.reference.quantize import F16_MAX
 
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
@@ -37,11 +35,6 @@ CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_gener
 
 NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
 
-NO_DRAFTS = (
-    "drafts of assisted decoding over images, latents (MLA), or layers that share keys and values, are not implemented; leave "
-    "assistant_model out, or pass prompt_lookup_num_tokens to recorded steps"
-)
-
 _PICKED = "an indexer with keys of its own picks the cached tokens that a query reads, and attention over packed data reads all"
 _TOUCHED = "it changes or selects cached keys or values between the cache update and attention"
 _NO_SEAM = "it computes attention itself and does not call the attention functions that can be registered in transformers"
@@ -52,8 +45,10 @@ _OVERLAY = "its masks are not causal everywhere (tokens of one block, such as an
 _WINDOW = "it does not pass its sliding window to attention"
 _BIAS = "it adds a learned position bias to the scores"
 
+_SPARSE = "an indexer with keys of its own picks the cached latents (MLA) that a query reads"
+
 _BY_REASON: dict[str, str] = {
-    SPARSE: "axk2 deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 hy_v4_vl mistral_large4",
+    _SPARSE: "axk2 deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 hy_v4_vl mistral_large4",
     _PICKED: "minimax_m3 minimax_m3_vl qwen4_exp",
     _TOUCHED: "decision_transformer diffllama doge idefics jetmoe mllama moonshine moonshine_streaming",
     _SHARED: "dory",
@@ -87,6 +82,11 @@ STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 #: A layer that reads the keys and values of an earlier one.
 SHARED = "dummy"
 _NEITHER = ("moe", "mlp", SHARED)
+
+
+def ranks_of(model: Any) -> int:
+    """Ranks that share each layer; 1 without tensor parallelism."""
+    return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
 
 
 def inner_model(model: Any) -> Any:
@@ -226,7 +226,7 @@ def _sees_both_sides(model: nn.Module) -> bool:
     both = {
         id(m)
         for block in blocks(model)
-        for m in modules_of(block)
+        for m in block.modules()
         if vars(m).get("is_causal", getattr(type(m), "is_causal", True)) is False
     }
     modules = ((name, m) for block in blocks(model) for name, m in block.named_modules()) if both else ()
@@ -265,6 +265,24 @@ def encoder_blocks(model: nn.Module) -> list[nn.Module]:
 def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
     """The outermost list of `count` modules in `module`; empty when there is none."""
     return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
+
+
+def is_latent(config: Any) -> bool:
+    """Whether the decoder of this configuration caches latents and rotary keys, of one KV head."""
+    return bool(getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None))
+
+
+def latent_refusal(config: Any) -> str:
+    """Why a packed cache cannot hold the latents of this configuration's decoder; "" where it can, and where there are none."""
+    if is_latent(config) and getattr(config, "index_topk", None):
+        return _SPARSE
+    return "it has a sliding window over latents (MLA)" if is_latent(config) and getattr(config, "sliding_window", None) else ""
+
+
+def check_no_latents(config: Any) -> None:
+    """Raise `Unsupported` where keys to calibrate are made of latents."""
+    if is_latent(config):
+        raise Unsupported("calibrated keys over a cache of latents (MLA) are not implemented; leave the calibration out")
 
 
 def layer_types(config: Any) -> list[str]:

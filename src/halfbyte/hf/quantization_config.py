@@ -11,10 +11,9 @@ import it.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -163,15 +162,6 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         register_lora()
         entries = {"quant_method": OWN, "version": self.version, "modules": dict(self.modules)}
         return {**entries, "act_order": list(self.act_order)} if self.act_order else entries
-
-
-def check_options(options: dict[str, Any], function: Callable[..., Any]) -> None:
-    """Raise for an option that `function` does not have."""
-    if unknown := sorted(set(options) - (set(inspect.signature(function).parameters) - {"model"})):
-        raise InvalidArgument(
-            f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
-            f"transformers': give them to from_pretrained"
-        )
 
 
 def mark_quantized(model: Any, modules: dict[str, str]) -> None:

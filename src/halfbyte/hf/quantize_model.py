@@ -20,16 +20,10 @@ from halfbyte.calibrated_keys import Calibration, read_calibration
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
 from halfbyte.hf.attention_weights import check_key_bias, check_value_rotation, layers_to_rotate, rotate_values_of
+from halfbyte.hf.cache_layers import CacheSettings, layer_options
 from halfbyte.hf.calibrated_weights import calibrated_layers, check_targets, token_windows
-from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
-from halfbyte.hf.layer_options import layer_options
-from halfbyte.hf.model_support import (
-    Decoder,
-    check_model_support,
-    half_type,
-    inner_model,
-    model_sizes,
-)
+from halfbyte.hf.default_cache import SAVED, make_default, saved
+from halfbyte.hf.model_support import NAME, Decoder, check_model_support, half_type, inner_model, model_sizes
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
 from halfbyte.hf.weights import (
     Target,
@@ -170,6 +164,15 @@ def quantize(
     return model
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise for an option that `quantize` does not have."""
+    if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
+        raise InvalidArgument(
+            f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
+            f"transformers': give them to from_pretrained"
+        )
+
+
 class Quantization:
     """A call of `quantize` with its defaults, checked against the model. Making one changes nothing.
 
@@ -271,7 +274,7 @@ class Quantization:
             if self.options[name] and not fuse(self.model):
                 warn_once(f"{name}=True found no module with {parts}; nothing was fused")
         if self.cache is not None:
-            use_packed_cache(self.model, self.cache)
+            _use_packed_cache(self.model, self.cache)
 
     def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """All options, checked by themselves; formats where none is named."""
@@ -332,12 +335,21 @@ class Quantization:
         settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skips, *window)
         if calibration is not None:
             settings = replace(settings, calibration=read_calibration(calibration))
-        layers = layer_options(self.model, half, **{**settings.options, "rotate_keys": rotate})
+        layers = layer_options(self.model, half, replace(settings, rotate_keys=rotate))
         self.keys = [layer.keys for layer in layers]
         self.rotations = each = tuple(layer.rotate_keys for layer in layers)
         check_can_read_packed(self.model)
         # One for all layers if they agree. Resolved, so that a saved model keeps its setting.
         return replace(settings, rotate_keys=each[0] if len(set(each)) == 1 else each)
+
+
+def _use_packed_cache(model: Any, settings: CacheSettings) -> None:
+    """Give a model halfbyte's attention and let `generate()` make packed caches. The settings are saved with the model."""
+    model.set_attn_implementation(NAME)
+    setattr(model.config, SAVED, saved(settings))
+    if getattr(model.config, "quantization_config", None) is None:
+        model.config.quantization_config = HalfbyteConfig()  # so that transformers looks for halfbyte, which restores the settings
+    make_default(model, settings)
 
 
 def _check_weights_are_plain(model: Any, options: Mapping[str, Any]) -> None:

@@ -24,12 +24,12 @@ from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
 from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.mixtures import SortedExperts, use_experts
-from halfbyte.hf.quantization_config import HalfbyteConfig, check_options, keep_names
-from halfbyte.hf.quantize_model import Quantization, quantize, reports_footprint
+from halfbyte.hf.model_support import ranks_of
+from halfbyte.hf.quantization_config import HalfbyteConfig, keep_names
+from halfbyte.hf.quantize_model import Quantization, check_options, quantize, reports_footprint
 from halfbyte.hf.weights import (
     Target,
     quantized,
-    ranks_of,
     replace,
     targets,
     update_plan,
@@ -123,7 +123,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         options = self.quantization_config.options
         if self.pre_quantized and options:
             raise CheckpointError(f"quantization_config has unknown entries: {', '.join(sorted(map(str, options)))[:100]}")
-        check_options(options, quantize)
+        check_options(options)
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise Unsupported("device_map offloads to disk; quantize without it, save, and load that folder with device_map")
 

@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 
 from halfbyte.errors import warn_once
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.cache_layers import Chunk
-from halfbyte.hf.masks import starts_of
+from halfbyte.hf.handles import check_one_text, starts_of
 from halfbyte.hf.model_support import BUCKET, CACHE, DECODE_QUERIES
 
 Result = TypeVar("Result")
@@ -154,8 +153,8 @@ class Forward:
 class LookupForward(Forward):
     """The forward of the newest token of each sequence and the drafts behind it.
 
-    ngram     the longest suffix to match
-    chunk     tokens in the cache before it, and how many of its own are real
+    ngram         the longest suffix to match
+    held, counts  tokens in the cache before it, and how many of its own are real
     """
 
     def __init__(self, kind: Hashable, inputs: dict[str, Any], recorded: Recorded, tokens: Tokens, ngram: int) -> None:
@@ -165,13 +164,12 @@ class LookupForward(Forward):
         self.cache: PackedCache = inputs[CACHE]
         blocks = [layer.key_format.token_block for layer in self.cache.packed if layer.key_format.token_block]
         self.block = min(blocks, default=None)
-        self.held, counts = (torch.zeros(len(self.ids), dtype=torch.int32, device=self.ids.device) for _ in range(2))
-        self.chunk = Chunk(self.held, counts)
+        self.held, self.counts = (torch.zeros(len(self.ids), dtype=torch.int32, device=self.ids.device) for _ in range(2))
 
     def _run(self, forward: Callable[..., Any]) -> torch.Tensor:
         """Logits [B, L, V] behind the newest tokens and their drafts."""
         self._draft()
-        self.cache.expect_chunk(self.chunk)
+        self.cache.expect_chunk(self.counts, self.held)
         self.cache.set_lengths(self.held)
         logits: torch.Tensor = forward(**self.inputs, return_dict=True).logits
         return logits
@@ -188,12 +186,12 @@ class LookupForward(Forward):
         column = torch.arange(width, device=length.device)
         self.ids.copy_(torch.cat([tokens.last, drafts], 1))
         self.positions.copy_(length - tokens.left_padding + column.minimum((count - 1).clamp_min(0)))
-        for mine, new in ((self.held, length), (self.chunk.counts, count)):
+        for mine, new in ((self.held, length), (self.counts, count)):
             mine.copy_(new[:, 0])
 
     def take(self, chosen: torch.Tensor, ends: torch.Tensor, padding: torch.Tensor | int) -> None:
         """Keep the tokens [B, L] chosen after accepted drafts, up to one that `ends` its sequence."""
-        tokens, column, count = self.tokens, torch.arange(chosen.shape[1], device=chosen.device), self.chunk.counts[:, None]
+        tokens, column, count = self.tokens, torch.arange(chosen.shape[1], device=chosen.device), self.counts[:, None]
         stands = (chosen[:, :-1] == self.ids[:, 1:]) & (column[1:] < count) & ~ends[:, :-1]
         new = (1 + stands.long().cumprod(1).sum(1, keepdim=True)).minimum(count)
         tokens.ids.scatter_(1, tokens.lengths + column, torch.where(column < new, chosen, padding))
@@ -229,12 +227,12 @@ class PromptForward(Forward):
         super().__init__(kind, inputs, recorded, tokens)
         self.inputs = inputs
         self.cache: PackedCache = inputs[CACHE]
-        self.chunk = Chunk(None, torch.zeros(len(tokens.ids), dtype=torch.int32, device=tokens.ids.device))
+        self.counts = torch.zeros(len(tokens.ids), dtype=torch.int32, device=tokens.ids.device)
 
     def _run(self, forward: Callable[..., Any]) -> Any:
         """The model's output object, with logits [B, 1, V] behind the last token of the prompt."""
-        self.chunk.counts.copy_(self.inputs["logits_to_keep"] + 1)
-        self.cache.expect_chunk(self.chunk)
+        self.counts.copy_(self.inputs["logits_to_keep"] + 1)
+        self.cache.expect_chunk(self.counts)
         try:
             return forward(**self.inputs, return_dict=True)
         finally:
@@ -273,11 +271,11 @@ def _ready_masks(inputs: dict[str, Any]) -> list[torch.Tensor]:
     return [x for x in mask.values() if isinstance(x, torch.Tensor)] if isinstance(mask, dict) else []
 
 
-def starts_of_prompt(inputs: dict[str, Any]) -> torch.Tensor | None:
-    """How many columns of each row of a `padded_prompt` are left padding, int32 [B]; None where none are. Waits for a GPU."""
-    mask, ready = inputs.get("attention_mask"), _ready_masks(inputs)
+def check_prompt(inputs: dict[str, Any], padded: dict[str, Any], lengths: torch.Tensor) -> None:
+    """Raise for rows that hold several texts (`check_one_text`), of a prompt and its `padded_prompt`. Waits for a GPU."""
+    mask, ready = padded.get("attention_mask"), _ready_masks(padded)
     starts = starts_of(mask, mask.shape[-1], 0) if isinstance(mask, torch.Tensor) else next(iter(ready), None)
-    return None if starts is None else starts.view(-1)
+    check_one_text(inputs.get("position_ids"), None if starts is None else starts.view(-1), lengths)
 
 
 def prompt_bucket(tokens: int) -> int:

@@ -18,12 +18,10 @@ import torch
 from transformers import GenerationConfig
 
 from halfbyte.errors import Unsupported, check, warn_once
-from halfbyte.hf.block_structure import signature
 from halfbyte.hf.fused_blocks import fused_without_kernels, with_blocks
-from halfbyte.hf.model_support import CACHE, blocks
+from halfbyte.hf.model_support import CACHE, blocks, ranks_of
 from halfbyte.hf.recorded_step import MOST_PROMPT, prompt_bucket, release
-from halfbyte.hf.survey import Survey, survey
-from halfbyte.hf.weights import ranks_of
+from halfbyte.hf.structure import Survey, signature, survey
 from halfbyte.nn import QuantLayer
 from halfbyte.ops.compiling import active, cache_folder, compiling_only, cores, counts, stamp_of
 
@@ -159,7 +157,7 @@ class _Rehearsal:
     def facts(self) -> tuple[object, ...]:
         """What decides which kernels are compiled, besides the calls."""
         weights = [(name, m.format.name) for name, m in self.model.named_modules() if isinstance(m, QuantLayer)]
-        return signature(self.model), weights, self.generate.settings.saved(), self.model.dtype, self.fuse_blocks
+        return signature(self.model), weights, self.generate.settings.options, self.model.dtype, self.fuse_blocks
 
     def run(self, calls: Iterable[Prompts]) -> None:
         """Calls for two tokens: a prompt and a step."""

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers.utils import logging
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.experts import QuantExperts
@@ -39,16 +42,21 @@ from halfbyte.hf.mixtures import (
     use_experts,
 )
 from halfbyte.hf.model_support import blocks, encoder_blocks
-from halfbyte.hf.progress_bar import progress_bar
 from halfbyte.modules import keep_hooks
 from halfbyte.nn import QuantLayer, QuantLinear
-from halfbyte.ops.all_reduce import AllReduce, of_all
+
+T = TypeVar("T")
 
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "weights_proj"})
 
 #: Small layers that a model multiplies by itself, without calling them (Mamba).
 UNCALLED = frozenset({"dt_proj"})
+
+#: Seconds before a progress bar shows, and between its updates where they do not overwrite each other, such as in a log.
+_PATIENCE, _PAUSE = 3.0, 10.0
+#: Whether progress bars show although transformers' own are off.
+_SHOWN: ContextVar[bool] = ContextVar("_SHOWN", default=False)
 
 
 def linear_size(module: Any) -> tuple[int, int] | None:
@@ -177,6 +185,24 @@ def check_loaded(chosen: Mapping[str, Target]) -> None:
             f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantize before: load the "
             f"model without device_map, quantize and save it, then load that folder with device_map",
         )
+
+
+@contextmanager
+def show_progress() -> Iterator[None]:
+    """In this block quantizing shows its progress, also in a process that loads models without transformers' progress bars."""
+    before = _SHOWN.set(True)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(before)
+
+
+def progress_bar(parts: Collection[T], action: str, unit: str) -> Iterable[T]:
+    """`parts` behind a bar that tells how long the rest takes, unless transformers' progress bars are off."""
+    hidden = not (_SHOWN.get() or logging.is_progress_bar_enabled())
+    pause = 0.1 if sys.stderr.isatty() else _PAUSE
+    bar: Iterable[T] = tqdm(parts, desc=action, unit=f" {unit}", delay=_PATIENCE, mininterval=pause, disable=hidden)
+    return bar
 
 
 def quantize_modules(
@@ -309,37 +335,6 @@ _COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 _ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
 #: transformers' word for a parameter that every rank has whole.
 WHOLE = "replicate"
-_sums: WeakKeyDictionary[Any, AllReduce] = WeakKeyDictionary()
-
-
-def ranks_of(model: Any) -> int:
-    """Ranks that share each layer; 1 without tensor parallelism."""
-    return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
-
-
-def _together(model: Any) -> bool:
-    """Whether the ranks that share each layer are those of the default process group: otherwise some may do something else."""
-    return dist.is_available() and dist.is_initialized() and 1 < ranks_of(model) == dist.get_world_size()
-
-
-def all_reduce_of(model: Any) -> AllReduce | None:
-    """How partial sums of a model's ranks are added up, kept with the model; None: as transformers does. All ranks call it."""
-    if not _together(model):
-        return None
-    if model not in _sums:
-        _sums[model] = AllReduce(model.config.get_text_config().hidden_size, model.dtype, model.device)
-    return _sums[model]
-
-
-def all_agree(model: Any, mine: bool) -> bool:
-    """Whether all ranks of a model say so, where `all_reduce_of` adds up their sums; else `mine`. All ranks call it."""
-    return all(of_all(mine, model.device)) if _together(model) else mine
-
-
-def partial_layer(layer: Any) -> QuantLinear | None:
-    """A row-parallel layer that gives a rank's partial sums; None for others, and with a bias, which is added behind the sum."""
-    is_partial = type(layer) is QuantLinear and layer.parallel_style == "rowwise" and layer.bias is None
-    return layer if is_partial else None
 
 
 def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:

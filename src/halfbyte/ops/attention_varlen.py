@@ -12,8 +12,9 @@ from halfbyte.errors import check
 from halfbyte.formats import plain_format
 from halfbyte.kv_buffer import Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
+from halfbyte.ops._decode_in_torch import Results
 from halfbyte.ops._library import can_bypass_dispatcher, kernel_level
-from halfbyte.ops.decode_attention import Results, attend, check_out, options_of, put_into
+from halfbyte.ops.decode_attention import attend, check_out, options_of, put_into
 from halfbyte.ops.merge_states import merged
 from halfbyte.reference import merge as reference
 

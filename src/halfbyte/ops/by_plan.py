@@ -10,23 +10,20 @@ import torch
 from halfbyte.device import gpu as gpu_of
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._linear_on_gpu import HALVES, rows_of_plans
 from halfbyte.ops._linear_on_gpu import run_plan as linear
+from halfbyte.ops.decode_attention import Plan, launch
 from halfbyte.ops.workspace import prepare
 from halfbyte.plans.decode_attention import plan_of
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.plans.decode_problem import DecodeProblem
 from halfbyte.plans.decode_problem import problem_of as _problem_of
-from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.settings import interpreted, pair_launches
 
 if TYPE_CHECKING:
     from halfbyte.cache import KVCache
 
 __all__ = ["HALVES", "Plan", "attend", "call_of", "linear", "planned", "prepare", "problem_of", "rows_of_plans", "unpaired"]
-
-Plan = DecodePlan | TritonTiles
 
 
 def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tensor | None = None) -> Plan:
@@ -41,7 +38,7 @@ def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tens
     """`halfbyte.decode_attention` with this plan; PDL only if HALFBYTE_PDL allows it."""
     call = call_of(q, cache, alibi_slopes)
     out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    gpu.launch(call, plan if pair_launches() else unpaired(plan), out, lse, own=False)
+    launch(call, plan if pair_launches() else unpaired(plan), out, lse, own=False)
     return out
 
 

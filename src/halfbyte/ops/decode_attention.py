@@ -1,42 +1,54 @@
-"""`decode_attention`: attention of the newest queries over a cache, read as it is stored."""
+"""`decode_attention`: attention of the newest queries over a cache, read as it is stored. Checks, level, plan and launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
-from halfbyte.cpu import decode_attention as cpu
+from halfbyte.device import gpu
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
-from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.ops._decode_on_gpu import DECODE
+from halfbyte.ops import _decode_in_torch as in_torch
+from halfbyte.ops import launch_cache
+from halfbyte.ops._decode_in_torch import Results
 from halfbyte.ops._library import can_bypass_dispatcher, kernel_level, refuse_capture
-from halfbyte.ops.launch_cache import replay
-from halfbyte.reference import attention as reference
+from halfbyte.ops.declare import Op
+from halfbyte.ops.launch_cache import Signature, layout, replay
+from halfbyte.ops.self_check import refusal
+from halfbyte.ops.small_calls import attention_error
+from halfbyte.ops.workspace import floats
+from halfbyte.plans.decode_attention import plans_of
+from halfbyte.plans.decode_portable import TritonTiles
+from halfbyte.plans.decode_problem import DecodeProblem, problem_of
+from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.reference.hadamard import block_size
+from halfbyte.settings import pair_launches
 
-#: out [B, Hq, L, Dv], lse fp32 [B, Hq, L].
-Results = tuple[torch.Tensor, torch.Tensor]
+Plan = DecodePlan | TritonTiles
 
-#: Queries of one pass in torch code; more are processed in blocks of so many, which bounds the memory of the scores.
-QUERY_BLOCK = 128
-#: The levels in torch code.
-_LEVELS: dict[str, Any] = {"cpu": cpu, "reference": reference}
+#: The op; compiled code calls it by `Op.of_parts`.
+DECODE = Op("decode_attention", DecodeCall)
+#: Blocks of query rows in one launch of the portable kernel: CUDA's limit on the second axis of a grid. 131,072 queries of 16 heads
+#: a KV head are one block more.
+MOST_BLOCKS = 65_535
+#: fp32 numbers of workspace for ragged queries, 256 MiB: splits of fixed size take some of every token for all of the capacity.
+MOST_FLOATS = 1 << 26
 
 
 def _run(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     _check_lengths(call)
     if call.q.numel() == 0:
         return call.new_results()
-    if call.impl not in _LEVELS:
-        return gpu.run(call, compiled=True)
+    if call.impl not in in_torch.LEVELS:
+        return run_on_gpu(call, compiled=True)
     refuse_capture("decode_attention", call.q.device)
-    if call.cu_seqlens_q is not None:
-        return _attend_chunks(_LEVELS[call.impl].chunk_attention, call, QUERY_BLOCK)
-    return _attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
+    return in_torch.run(call)
 
 
 def _fake(call: DecodeCall) -> Results:
@@ -45,15 +57,6 @@ def _fake(call: DecodeCall) -> Results:
 
 
 DECODE.register(_run, _fake)
-
-
-def _in_torch(c: DecodeCall) -> Results:
-    attend: Callable[[DecodeCall], Results] = _LEVELS[c.impl].decode_attention
-    if c.q.shape[2] <= QUERY_BLOCK:
-        return attend(c)
-    parts = enumerate(c.q.split(QUERY_BLOCK, dim=2))
-    pieces = [attend(c._replace(q=q, query_start=c.first_query + i * QUERY_BLOCK)) for i, q in parts]
-    return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
 
 
 def _check_lengths(call: DecodeCall) -> None:
@@ -153,10 +156,10 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
             return results
     call = checked(call) if unchecked else call
     call = call._replace(impl=kernel_level("decode_attention", call.impl, call.q, "q"))
-    kernel = call.impl not in _LEVELS and call.q.numel() > 0
+    kernel = call.impl not in in_torch.LEVELS and call.q.numel() > 0
     tensors = call.q, call.keys.codes, call.values.codes, call.options.sinks, call.options.alibi_slopes
     if kernel and can_bypass_dispatcher(*tensors):
-        return gpu.run(call, signature=signature, into=into)  # the dispatcher would take longer than the kernel
+        return run_on_gpu(call, signature=signature, into=into)  # the dispatcher would take longer than the kernel
     out: Results = DECODE(call)
     return out
 
@@ -217,69 +220,112 @@ def checked(call: DecodeCall) -> DecodeCall:
     return call._replace(query_start=query_start, options=o if o.starts is None else o._replace(starts=starts))
 
 
-# ------------------------------------------------------------------------------------------------- torch code, by sequence
+# -------------------------------------------------------------------------------------------------------------- the GPU levels
 
-# For results that do not depend on the rest of the batch: torch's GEMMs sum in another order for another batch, and levels split
-# tokens according to the whole batch.
-
-
-def _attend_per_sequence(attend: Callable[[DecodeCall], Results], call: DecodeCall) -> Results:
-    """`attend` of each sequence alone, on a contiguous copy of its queries and no more of the cache than it fills."""
-    outs, lses = [], []
-    for b, length in enumerate(call.lengths.tolist()):
-        q = call.q[b : b + 1].clone(memory_format=torch.contiguous_format)
-        out, lse = attend(_alone(call, b, length)._replace(q=q, query_start=_cut(call.query_start, slice(b, b + 1))))
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs), torch.cat(lses)
+# From a call to a plan, to a workspace, to a launch. Nothing here waits for the device. In decoding the same call comes once a
+# layer and token, with other addresses only. So what the first such call computed (the plan, the compiled kernel, all sizes and
+# strides) is stored in the launch cache; later ones only fill in addresses and do not pass here.
 
 
-def _attend_chunks(attend: Callable[[DecodeCall, int], Results], call: DecodeCall, most: int) -> Results:
-    """Ragged queries: `attend` of at most `most` consecutive ones of a sequence (`reference.chunk_attention`) at a time."""
-    assert call.cu_seqlens_q is not None
-    results = out, lse = call.new_results()
-    out.zero_()
-    lse.fill_(-torch.inf)
-    bounds = call.cu_seqlens_q.clamp(0, call.q.shape[2]).tolist()
-    for b, (first, last, length) in enumerate(zip(bounds, bounds[1:], call.lengths.tolist(), strict=False)):
-        own = _alone(call, b, length)
-        for begin in range(first, last, most):
-            chunk = slice(begin, min(begin + most, last))
-            parts = attend(own._replace(q=call.q[:, :, chunk]), length - last + begin)
-            for whole, part in zip(results, parts, strict=True):
-                whole[:, :, chunk] = part
-    return results
+def run_on_gpu(
+    call: DecodeCall, *, compiled: bool = False, signature: Signature | None = None, into: torch.Tensor | None = None
+) -> Results:
+    """out [B, Hq, L, Dv] in q's dtype and lse float32 [B, Hq, L], by the level of the call ("auto": by the best that can).
+
+    `compiled`: called from compiled code, behind whose back nothing may be kept. `signature`: what to store this call by.
+    `into`: memory for out, taken if it is laid out like that.
+    """
+    out, lse = call.new_results()
+    if into is not None and layout(into) == layout(out) and into.data_ptr() % 16 == 0:
+        out = into
+    if not len(call.lengths):  # ragged queries that are all padding
+        return out.zero_(), lse.fill_(-math.inf)
+    with torch.cuda.device_of(call.q):
+        call = _dense(call)
+        plans = _checked_plans(call)
+        for plan in plans:
+            launch(call, plan, out, lse, compiled, signature if len(plans) == 1 else None)
+    return out, lse
 
 
-def _alone(call: DecodeCall, b: int, length: int) -> DecodeCall:
-    """The call with the memory and the options of sequence b, and no more of the cache than it fills."""
-    keys, table, options, own = call.keys, call.page_table, call.options, slice(b, b + 1)
-    unit = keys.codes.shape[2] if table is not None else keys.format.token_block or 1
-    units = -(-max(length, 0) // max(unit, 1))  # the host does not know lengths in a GPU's memory
-    tokens = None if table is not None else units * unit
+def _dense(call: DecodeCall) -> DecodeCall:
+    """The call as kernels read it: contiguous vectors, slopes and sinks in fp32."""
+    o, table = call.options, call.page_table
+    lengths, query_start, starts, ends = (
+        None if t is None else t.contiguous() for t in (call.lengths, call.query_start, o.starts, o.ends)
+    )
+    slopes, sinks = (None if t is None else t.to(torch.float32).contiguous() for t in (o.alibi_slopes, o.sinks))
+    assert lengths is not None
     return call._replace(
-        keys=_of_sequence(keys, own, tokens),
-        values=_of_sequence(call.values, own, tokens),
-        lengths=call.lengths[own],
-        page_table=None if table is None else table[own, :units],
-        options=options._replace(starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
+        lengths=lengths,
+        query_start=query_start,
+        cu_seqlens_q=None if call.cu_seqlens_q is None else call.cu_seqlens_q.contiguous(),
+        page_table=table if table is None or table.stride(1) == 1 else table.contiguous(),
+        options=o._replace(alibi_slopes=slopes, sinks=sinks, starts=starts, ends=ends),
     )
 
 
-def _of_sequence(buffer: KVBuffer, own: slice, tokens: int | None) -> KVBuffer:
-    """The part of a buffer that belongs to one sequence: its tail, and its first tokens (None: they are in a pool of pages)."""
-    codes, scales, offsets, tail = buffer.tensors()
-    if tokens is not None:
-        count = tokens // (buffer.format.token_block or 1)
-        codes = codes[own, :, :tokens]
-        scales, offsets = (t if t is None or t.ndim == 1 else _rows(t, own, count) for t in (scales, offsets))
-    return KVBuffer(buffer.format, codes, scales, offsets, _cut(tail, own), sink_tokens=buffer.sink_tokens)
+@functools.lru_cache(maxsize=1024)
+def _plans(problem: DecodeProblem, level: str, most: int, device: int, use_pdl: bool) -> tuple[Plan, ...]:
+    """The launches of a call on GPU `device` (-1: the interpreter)."""
+    return plans_of(problem, level, most, gpu(device), use_pdl)
 
 
-def _rows(t: torch.Tensor, own: slice, count: int) -> torch.Tensor:
-    """The first scales or offsets of a sequence: of whole tokens [B, T], else [B, H, T, ...]."""
-    return t[own, :count] if t.ndim == 2 else t[own, :, :count]
+def _checked_plans(call: DecodeCall) -> tuple[Plan, ...]:
+    """The same for a call, by the portable kernel where the tuned one was found to be wrong on this GPU."""
+    facts = problem_of(call), call.impl, call.max_query_len, _index(call.q), pair_launches()
+    plans = _plans(*facts)
+    plan = plans[0]
+    if call.impl != "auto" or isinstance(plan, TritonTiles):
+        return plans
+    spec = (plan.spec, "blocks") if plan.blocks else plan.spec
+    wrong = refusal("decode_attention", spec, call.q.device, lambda: attention_error(call, plan, partial(launch, own=False)))
+    return _plans(facts[0], "triton", *facts[2:]) if wrong else plans
 
 
-def _cut(t: torch.Tensor | None, own: slice) -> torch.Tensor | None:
-    return None if t is None else t[own]
+def _index(q: torch.Tensor) -> int:
+    """Of its GPU; -1: the interpreter."""
+    return -1 if q.device.type == "cpu" else q.device.index
+
+
+def launch(
+    call: DecodeCall, plan: Plan, out: torch.Tensor, lse: torch.Tensor, own: bool, signature: Signature | None = None
+) -> None:
+    """Launch as planned on the current stream, and store that under `signature`. `own`: see `workspace.floats`."""
+    if isinstance(plan, TritonTiles):
+        _launch_portable(call, plan, out, lse, own)
+        return
+    from halfbyte.kernels.decode.launch import launches
+
+    launch_cache.launch(DECODE, call, plan, launches, (out, lse), signature=signature, own=own)
+
+
+def _launch_portable(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
+    """The portable kernel, over and over with as many queries as the grid, or the workspace of ragged ones, holds."""
+    from halfbyte.kernels.decode import portable
+
+    (_, heads, queries, _), ragged = call.q.shape, call.cu_seqlens_q is not None
+    room, per_query = MOST_BLOCKS * tiles.block_rows, heads // call.keys.heads
+    if ragged:
+        room, per_query = MOST_FLOATS, portable.workspace_floats(heads, call.values.dim, tiles.splits)
+    most = max(1, room // max(1, per_query))
+    call = call if ragged else call._replace(query_start=call.first_query)
+    for first in range(0, queries, most):
+        piece, results = call, [out, lse]
+        if queries > most:
+            piece, results = _of_queries(call, slice(first, first + most)), [t[:, :, first : first + most] for t in (out, lse)]
+        parts = [t if ragged or t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in results]
+        count = portable.workspace_floats(parts[1].numel(), call.values.dim, tiles.splits)
+        portable.launch(piece, tiles, parts[0], parts[1], floats(call.q.device, count, own))
+        for result, part in zip(results, parts, strict=True):
+            if part is not result:
+                result.copy_(part)
+
+
+def _of_queries(call: DecodeCall, some: slice) -> DecodeCall:
+    """The call of some of the queries, which of ragged ones may be no sequence's."""
+    q, bounds, first = call.q[:, :, some], call.cu_seqlens_q, some.start
+    if bounds is None:
+        return call._replace(q=q, query_start=call.first_query + first)
+    start = call.lengths - bounds.diff() + (first - bounds[:-1]).clamp_min(0)
+    return call._replace(q=q, query_start=start, cu_seqlens_q=(bounds - first).clamp(0, q.shape[2]))

@@ -131,8 +131,7 @@ def calibrate_keys(
     """
     from halfbyte.hf.cache import PackedCache
     from halfbyte.hf.every_forward import part_of_text
-    from halfbyte.hf.latents import check_no_latents
-    from halfbyte.hf.model_support import CACHE, half_type, inner_model, text_config
+    from halfbyte.hf.model_support import CACHE, check_no_latents, half_type, inner_model, text_config
 
     check_no_latents(text_config(model))
     sizes, plain = sizes_of(model), plain_format(half_type(model)).name

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from halfbyte.hf.text import Tokenizer, heldout_text, windows
 from halfbyte.paths import SHIPPED
+from halfbyte.text import Tokenizer, heldout_text, windows
 from halfbyte_lab.evals.card import shipped_cards
 from halfbyte_lab.evals.choices import limit
 from halfbyte_lab.evals.model import load, write
@@ -70,7 +70,7 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
         Setting(),
         *every_kv_setting(model.config.head_dim),
         *every_weight_setting(),
-        Setting("int8", "int4_g32", "int4_g64"),
+        Setting("int8", "int4_g32", weights="int4_g64"),
     ]
     console.print(
         f"The shipped model on {cut.shape[0]} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "

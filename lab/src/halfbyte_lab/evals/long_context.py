@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from halfbyte.errors import check
-from halfbyte.hf.text import Tokenizer, windows
+from halfbyte.text import Tokenizer, windows
 from halfbyte_lab.evals.quality import Setting, cache_for, check_exact, with_weights
 from halfbyte_lab.progress import progress
 

@@ -10,9 +10,9 @@ import torch
 from halfbyte.cli.shared import load_model
 from halfbyte.device import describe
 from halfbyte.errors import check
-from halfbyte.hf.text import Tokenizer, load_tokenizer
 from halfbyte.memory import packed_layers
 from halfbyte.paths import resolve_model
+from halfbyte.text import Tokenizer, load_tokenizer
 from halfbyte_lab.evals.quality import Setting, cache_for
 
 

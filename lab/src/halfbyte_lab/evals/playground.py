@@ -22,9 +22,9 @@ from typing import Any
 from halfbyte.cli.formats import format_rows
 from halfbyte.errors import HalfbyteError, InvalidArgument, check
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, key_format
-from halfbyte.hf.text import Tokenizer, heldout_text, windows
 from halfbyte.hf.weights import weight_bytes
 from halfbyte.reference.hadamard import rotated
+from halfbyte.text import Tokenizer, heldout_text, windows
 from halfbyte_lab.evals.choices import caches
 from halfbyte_lab.evals.model import write
 from halfbyte_lab.evals.quality import Setting, evaluate, kv_bytes_per_token, with_weights
@@ -72,7 +72,7 @@ class Asked:
     def setting(self, head_dim: int) -> Setting:
         """As `halfbyte.hf.quantize` would take these formats: keys rotated where that is the default."""
         weights = None if self.weights == "bf16" else self.weights
-        return Setting(self.keys, self.values, weights, rotated(None, key_format(self.keys), head_dim))
+        return Setting(self.keys, self.values, rotated(None, key_format(self.keys), head_dim), weights=weights)
 
 
 class Playground:

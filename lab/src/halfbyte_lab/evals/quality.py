@@ -22,6 +22,7 @@ from rich.console import Console
 from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import check
 from halfbyte.formats import Format, check_window, key_format, plain_format, value_format, weight_format
+from halfbyte.hf.cache_layers import CacheSettings
 from halfbyte.hf.weights import weight_bytes
 from halfbyte.nn import QuantLinear
 from halfbyte.reference.hadamard import rotated
@@ -32,34 +33,30 @@ from halfbyte_lab.progress import progress_later
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One row of an evaluation: the formats of keys, values, weights and lm_head (`dtype` or None: 16 bits), and the weights' clip.
+class Setting(CacheSettings):
+    """One row of an evaluation: a cache, the formats of weights and lm_head (None: 16 bits), and the weights' clip.
 
-    Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
-    values are rotated by the weights or by the cache, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and
-    the last tokens of a sequence, which stay in 16 bits. dtype: the 16-bit type of the model, which caches are compared in. own:
-    transformers' own attention over its own cache, in the type that the model computes in. calibration: a file of calibrated keys.
+    plan   the name of a cache with formats by layer
+    dtype  the 16-bit type of the model, which caches are compared in
+    own    transformers' own attention over its own cache, in the type that the model computes in
     """
 
     keys: str | tuple[str, ...] = "bf16"
     values: str | tuple[str, ...] = "bf16"
-    weights: str | None = None
     rotate_keys: bool | tuple[bool, ...] = False
     skip_layers: tuple[int, ...] = ()
+    calibration: str | None = None
+    weights: str | None = None
     clip: str | None = None
     plan: str = ""
-    rotate_values: bool = False
     lm_head: str | None = None
-    sink_tokens: int = 0
-    recent_tokens: int = 0
     dtype: str = "bf16"
     own: bool = False
-    calibration: str | None = None
 
     @classmethod
     def plain(cls, dtype: str, weights: str | None = None) -> Setting:
         """A 16-bit cache: the run that others are compared with, or one of quantized weights alone."""
-        return cls(dtype, dtype, weights, dtype=dtype)
+        return cls(dtype, dtype, weights=weights, dtype=dtype)
 
     @classmethod
     def of_transformers(cls, dtype: str) -> Setting:
@@ -71,7 +68,10 @@ class Setting:
         """The cache of a plan, with sink and recent tokens of its own or, where it has none, `exact`."""
         sinks, recent = plan.exact_tokens(exact)
         return cls(
-            *(plan.keys, plan.values, weights, plan.rotate_keys),
+            plan.keys,
+            plan.values,
+            plan.rotate_keys,
+            weights=weights,
             dtype=dtype,
             plan=f"plan, {plan.bits:.2f} bits",
             sink_tokens=sinks,
@@ -91,8 +91,8 @@ class Setting:
                 check_clip(self.clip, weight_format(weights))
 
     def cache_options(self) -> dict[str, Any]:
-        names = ("keys", "values", "rotate_keys", "calibration", "skip_layers", "sink_tokens", "recent_tokens")
-        return {name: getattr(self, name) for name in names}
+        """Options of a cache, but for a rotation of values, which may be one of weights."""
+        return {name: x for name, x in self.options.items() if name != "rotate_values"}
 
     @property
     def exact(self) -> tuple[int, int]:
@@ -225,7 +225,7 @@ def run_evaluation(
     name: str = "",
 ) -> list[Quality]:
     """`evaluate` of a model of this name behind a progress bar; as many windows at once as keep log-probabilities below 1 GiB."""
-    from halfbyte.hf.progress_bar import show_progress
+    from halfbyte.hf.weights import show_progress
 
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size

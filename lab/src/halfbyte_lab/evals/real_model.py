@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import MissingPackage, require
-from halfbyte.hf.text import Tokenizer
 from halfbyte.paths import new_folder
+from halfbyte.text import Tokenizer
 
 NAME = "SmolLM2-135M-Instruct"
 #: Packages, each pinned, with what is read of them.

@@ -17,13 +17,13 @@ from halfbyte.cli.shared import console, print_table, words
 from halfbyte.device import describe
 from halfbyte.errors import check, require
 from halfbyte.formats import key_format, plain_format
-from halfbyte.hf.text import Tokenizer, heldout_text, read_text
-from halfbyte.hf.text import windows as cut
 from halfbyte.nn import QuantLayer
 from halfbyte.paths import resolve_model, write_whole
 from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import CLIP
 from halfbyte.settings import WEIGHTS as WEIGHTS_BY_DEFAULT
+from halfbyte.text import Tokenizer, heldout_text, read_text
+from halfbyte.text import windows as cut
 from halfbyte_lab.evals.card import FIGURES, KIND, VERSION, WEIGHTS, Card, first_fitting, fits, sizes_of
 from halfbyte_lab.evals.choices import caches, limit
 from halfbyte_lab.evals.long_context import LongContext, Tasks, run_long_context
@@ -127,7 +127,7 @@ def settings(model: Any) -> list[Setting]:
     pairs = [(keys, values) for keys, values in caches(dtype).values() if fits(model.config, keys, values)]
     clips = {WEIGHTS_BY_DEFAULT: CLIP}
     return [
-        Setting(k, v, w, rotated(None, key_format(k), dim), clip=clips.get(w or ""), dtype=dtype)
+        Setting(k, v, rotated(None, key_format(k), dim), weights=w, clip=clips.get(w or ""), dtype=dtype)
         for w in (None, *weights)
         for k, v in pairs
     ]

@@ -19,11 +19,11 @@ import torch
 
 from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS, weight_format
-from halfbyte.hf.text import heldout_text, windows
 from halfbyte.memory import quantized_bytes
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear
 from halfbyte.reference.quantize import quantize
+from halfbyte.text import heldout_text, windows
 from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import BIAS, Heads, Outliers, recorded_heads, with_outliers
 from halfbyte_lab.evals.quality import Quality, Setting, evaluate, every_kv_setting, every_weight_setting

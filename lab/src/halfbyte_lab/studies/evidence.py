@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.hf.text import Tokenizer, heldout_text, windows
 from halfbyte.paths import resolve_model
 from halfbyte.settings import CLIP
+from halfbyte.text import Tokenizer, heldout_text, windows
 from halfbyte_lab.evals import real_model
 from halfbyte_lab.evals.long_context import Tasks, found
 from halfbyte_lab.evals.model import load

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
-from halfbyte.hf.text import ByteTokenizer, windows
 from halfbyte.reference.quantize import has_searched_clip
 from halfbyte.settings import CLIP
 from halfbyte.settings import KEYS as DEFAULT_KEYS
 from halfbyte.settings import VALUES as DEFAULT_VALUES
 from halfbyte.settings import WEIGHTS as DEFAULT_WEIGHTS
+from halfbyte.text import ByteTokenizer, windows
 from halfbyte_lab.evals.assignment import candidates
 from halfbyte_lab.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
 from halfbyte_lab.evals.long_context import LongContext, Tasks, long_context

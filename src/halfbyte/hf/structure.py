@@ -1,4 +1,5 @@
-"""What a decoder block consists of, read off one step of it: branches one after the other, the norms around them, and their sums.
+"""What a model consists of: walks over its modules; and the structure of a decoder block, read off one step of it: branches one
+after the other, the norms around them, and their sums.
 
     x = before(hidden);  hidden = hidden + multiplier * after(branch(x))        of each branch; modules of the same x are added up
 
@@ -11,9 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,20 +20,15 @@ import torch
 from torch import nn
 
 from halfbyte.errors import Unsupported
-from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.model_support import CACHE, half_type, text_config
+from halfbyte.nn import local_shard
 from halfbyte.reference.block import KINDS, Norm, rms_norm
 
 #: Sizes of the inputs of a branch at which its fused form must agree: a clamp acts on large ones only.
 SCALES = (1.0, 30.0)
 #: How much two results of the same arithmetic may differ, by the bits of the type; another structure is off by more.
 _ROUNDING = {16: 0.04, 32: 0.01, 64: 0.01}
-#: Tokens in the cache before the step that is recorded; the first of row 0 is padding.
-_PROMPT = 3
 #: Attributes that tell layers of one kind from each other.
 _NUMBERING = ("layer_idx", "layer_id", "layer_number")
-#: Hooks would record a call of another thread.
-_LOCK = threading.Lock()
 
 
 class Call(NamedTuple):
@@ -103,14 +97,14 @@ class Reading(NamedTuple):
     blocks      calls within each block, that of the block itself at the end
     calls       all of them
     attended    what attention was given within each block: a query, and the options of the call
-    cache       which the step extended; `twin` holds the same tokens before the step
+    cache       `PackedCache` which the step extended; `twin` holds the same tokens before the step
     """
 
     blocks: list[list[Call]]
     calls: list[Call]
     attended: list[list[Any]]
-    cache: PackedCache
-    twin: PackedCache
+    cache: Any
+    twin: Any
 
 
 def same(a: Any, b: Any) -> bool:
@@ -169,67 +163,6 @@ def norm_of(module: nn.Module) -> Norm | None:
     likely = [kind for kind in KINDS if same(rms_norm(x, Norm(other, eps, kind)), out)]
     near = [kind for kind in KINDS if torch.allclose(rms_norm(x, Norm(other, eps, kind)), out, rtol=torch.finfo(x.dtype).eps)]
     return Norm(weight, eps, (likely or near)[0]) if likely or near else None
-
-
-def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iterator[Reading]:
-    """Two steps of a model's decoder, at a position near the others and at the last: some factors change far out only.
-
-    around: the module that calls the layers.
-    """
-    decoder, config = model.get_decoder(), text_config(model)
-    device, dtype = next(layers[0].parameters()).device, half_type(model)
-    plain = "fp16" if dtype is torch.float16 else "bf16"
-    cache, twin = (PackedCache(model, 64, keys=plain, values=plain, rotate_keys=False) for _ in range(2))
-    rng = torch.Generator().manual_seed(0)
-    states = torch.randn(2, _PROMPT + 2, config.hidden_size, generator=rng).to(device, decoder.get_input_embeddings().weight.dtype)
-    mask = torch.ones(2, _PROMPT + 2, dtype=torch.long, device=device)
-    mask[0, 0] = 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    positions[:, -1] = (getattr(config, "max_position_embeddings", None) or 1024) - 1
-
-    def run(part: slice, kv_cache: PackedCache) -> None:
-        options = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part], "use_cache": True, CACHE: kv_cache}
-        decoder(inputs_embeds=states[:, part].clone(), **options)
-
-    for kv_cache in (cache, twin):
-        run(slice(0, _PROMPT), kv_cache)
-    for step in range(_PROMPT, _PROMPT + 2):
-        for layer in cache.packed:
-            layer.calls = []
-        with _recording(list(around.modules())) as calls:
-            run(slice(step, step + 1), cache)
-        of_attention = [call for layer in cache.packed for call in layer.calls]
-        inside = [{id(m) for m in layer.modules()} for layer in layers]
-        by_block = [[call for call in of_attention if id(call.module) in own] for own in inside]
-        yield Reading(list(_by_block(calls, layers)), calls, by_block, cache, twin)
-
-
-@contextmanager
-def _recording(modules: Sequence[nn.Module]) -> Iterator[list[Call]]:
-    """The calls of modules, in the order of their ends."""
-    calls: list[Call] = []
-    owner = threading.get_ident()
-
-    def seen(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if threading.get_ident() == owner:  # other threads may run the model meanwhile
-            calls.append(Call(module, args, kwargs, out))
-
-    with _LOCK:
-        hooks = [module.register_forward_hook(seen, with_kwargs=True) for module in modules]
-        try:
-            yield calls
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _by_block(calls: Sequence[Call], layers: Sequence[nn.Module]) -> Iterator[list[Call]]:
-    start = 0
-    for layer in layers:
-        stop = next(i for i in range(start, len(calls)) if calls[i].module is layer) + 1
-        inside = {id(m) for m in layer.modules()}
-        yield [call for call in calls[start:stop] if id(call.module) in inside]
-        start = stop
 
 
 def structure_of(calls: Sequence[Call], norms: Mapping[int, Norm]) -> Structure:
@@ -300,3 +233,80 @@ def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
             raise Unsupported(f"its block makes {name} for {type(call.module).__name__}")
     renames.pop(x_name, None)
     return Part(call, [c for c in calls if id(c.module) in inside and c is not call], x_name, renames, constants)
+
+
+# ----------------------------------------------------------------------------------------------- walks over all of a model
+
+# Several times faster than torch's own: their host time is part of every first token.
+
+#: What PEFT changes of a layer to turn adapters on and off, without touching a tensor.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+class Survey(NamedTuple):
+    """What one walk over a model finds.
+
+    addresses   of its weights, and which adapters are on: other ones once it was moved, cast, quantized or adapted
+    devices     where its weights lie
+    has_hooks   whether a module's calls are watched
+    by_length   whether a rotary embedding depends on the length of the text
+    """
+
+    addresses: tuple[Hashable, ...]
+    devices: set[torch.device]
+    has_hooks: bool
+    by_length: bool
+
+
+def survey(model: nn.Module) -> Survey:
+    """Look at every module of a model once."""
+    addresses: list[Hashable] = []
+    adapters, rotations, devices, any_hooks = [], [], set(), False
+    for module in modules_of(model):
+        own = vars(module)
+        any_hooks = any_hooks or has_hooks(module)
+        adapters += [str(own[name]) for name in _OF_ADAPTERS if name in own]
+        rotations += [own["rope_type"]] if "rope_type" in own else []
+        for t in (*own["_parameters"].values(), *own["_buffers"].values()):
+            if t is not None:
+                addresses.append(local_shard(t).data_ptr())
+                devices.add(t.device)
+    return Survey((*addresses, *adapters), devices, any_hooks, any(map(depends_on_length, rotations)))
+
+
+def rotations_by_length(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings that depend on the length of the text: they change where it is longer than another length."""
+    return [m for m in modules_of(model) if depends_on_length(vars(m).get("rope_type", ""))]
+
+
+def depends_on_length(rope_type: object) -> bool:
+    """Whether a rotary embedding of this type does."""
+    return "dynamic" in str(rope_type) or "longrope" in str(rope_type)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, each once."""
+    modules, stack = {id(model): model}, [model]
+    while stack:
+        children = [m for m in vars(stack.pop())["_modules"].values() if m is not None and id(m) not in modules]
+        modules.update((id(m), m) for m in children)
+        stack.extend(children)
+    return list(modules.values())
+
+
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a model, shared ones as often as they are there."""
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        if (module := stack.pop()) is not None:
+            own = vars(module)
+            stack.extend(own["_modules"].values())
+            yield from (t for kind in ("_parameters", "_buffers") for t in own[kind].values() if t is not None)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, other than those by which transformers collects outputs: they stay, and do nothing in between."""
+    collecting = "transformers.utils.output_capturing"
+    return bool(module._forward_pre_hooks) or any(
+        getattr(h, "__module__", "") != collecting for h in module._forward_hooks.values()
+    )

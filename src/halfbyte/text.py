@@ -87,7 +87,7 @@ def _has_tokenizer(model: str) -> bool:
 
 def heldout_text() -> str:
     """The held-out text that comes with the library: modules of CPython's standard library that the shipped model never saw."""
-    return (Path(__file__).parent.parent / "data" / "heldout.txt").read_text(encoding="utf-8")
+    return (Path(__file__).parent / "data" / "heldout.txt").read_text(encoding="utf-8")
 
 
 def read_text(path: Path | None) -> str:
