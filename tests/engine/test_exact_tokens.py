@@ -11,10 +11,11 @@ import pytest
 import torch
 from engines import EXACT, SHIPPED, TEXT, assert_same, by_transformers, engine, generate, later, metric, plan_for, quantized, save
 from test_kv_cache import MANY, SCHEDULES
+from test_serving import eagle_head
 from vllm.v1.core.block_pool import BlockPool
 
 from halfbyte.cache_plan import read_plan
-from halfbyte.vllm.exact_tokens import ExactTokensManager, ExactTokensSpec
+from halfbyte.vllm.exact_tokens import ExactTokensLayer, ExactTokensManager, ExactTokensSpec
 from halfbyte.vllm.names import PLAN, backend_name
 from halfbyte_lab.evals.calibrate_keys import calibrate_keys
 
@@ -42,13 +43,27 @@ def at_once():
         return generate(llm, MANY, 40)
 
 
-@pytest.mark.parametrize("schedule", ["chunks of 32 tokens", "speculation", later("a draft model")])
+@pytest.mark.parametrize("schedule", ["chunks of 32 tokens", "speculation"])
 def test_schedules_change_nothing(schedule: str, at_once) -> None:
     """Chunks shorter than the recent tokens; drafts that are rejected."""
     with engine(backend=backend_name("int4", "int4"), **options(), **SCHEDULES[schedule]) as llm:
         assert_same(generate(llm, MANY, 40), at_once, within=1e-4)
         if "speculative_config" in SCHEDULES[schedule]:
             assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+@pytest.mark.parametrize("draft", [later("a draft model"), later("an EAGLE head")])
+def test_layers_of_drafts_have_none(draft: str, at_once, tmp_path: Path) -> None:
+    """With packed pages: on a CPU vLLM's own have no layout in common with pages of two kinds."""
+    speculation = SCHEDULES["a draft model"]["speculative_config"] | {"attention_backend": backend_name("int4", "int4")}
+    if draft == "an EAGLE head":
+        speculation |= {"method": "eagle", "model": str(eagle_head(tmp_path / "eagle"))}
+    with engine(backend=backend_name("int4", "int4"), **options(), speculative_config=speculation) as llm:
+        assert_same(generate(llm, MANY, 40), at_once, within=1e-4)
+        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        target = llm.llm_engine.vllm_config.model_config.hf_text_config.num_hidden_layers
+        assert sum(isinstance(layer, ExactTokensLayer) for layer in layers.values()) == target
 
 
 def test_preemption_changes_nothing(at_once) -> None:
