@@ -152,6 +152,8 @@ def test_twice(build):
     with pytest.raises(InvalidArgument, match="quantized already"):
         hf.quantize(model, "int4_g32")
     assert hf.quantize(model, keys="int8") is model
+    with pytest.raises(Unsupported, match=r"dequantize\(\): .* load the 16-bit model"):
+        model.dequantize()
 
 
 def test_answers_beyond_learned_positions(prompt):

@@ -256,6 +256,13 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         if (ranks := ranks_of(model)) > 1:
             update_plan(model, plan, ranks)
 
+    def _dequantize(self, model: nn.Module, dtype: Any = None) -> Any:
+        """In place of transformers' advice to report an issue."""
+        raise Unsupported(
+            "model.dequantize(): quantized layers stay packed; load the 16-bit model, or read single layers by "
+            "halfbyte.dequantize(layer.weight)"
+        )
+
     @property
     def is_trainable(self) -> bool:
         """Whether adapters on quantized layers can be trained, say by transformers' Trainer."""
