@@ -14,7 +14,7 @@ REPLACED = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 def __getattr__(name: str) -> Any:
     """The backend class that vLLM calls `name`, or in place of the CPU platform's."""
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -24,8 +24,8 @@ def __getattr__(name: str) -> Any:
     names = backend_names()
     if name not in names and name not in REPLACED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    config = get_current_vllm_config()
     if name in REPLACED:
+        config = get_current_vllm_config()
         by_kind = {kind: member.name for kind, member in config.attention_config.backend_per_kind.items()}
         if set(by_kind.values()) & set(names):
             raise Unsupported(
@@ -35,5 +35,6 @@ def __getattr__(name: str) -> Any:
         if choice is None or choice.name not in names:
             return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
         name = choice.name
-    module = "mla" if getattr(config.model_config, "use_mla", False) else "backend"
+    model = getattr(get_current_vllm_config_or_none(), "model_config", None)
+    module = "mla" if getattr(model, "use_mla", False) else "backend"
     return resolve_obj_by_qualname(f"halfbyte.vllm.{module}.{name}")
