@@ -88,6 +88,17 @@ def use_layout(layout: engine.PageLayout) -> list[torch.Tensor]:
     return [hb.decode_attention(ONE, view_of(layout))]
 
 
+def tokens_in_16_bits() -> engine.ExactTokens:
+    """The first and the last of the three tokens."""
+    view = view_of(engine.PageLayout("fp16", "fp16", 32))
+    return engine.ExactTokens(view.keys, view.values, view.page_table, torch.ones_like(view.lengths), 1, view.lengths - 1)
+
+
+def use_tokens(tokens: engine.ExactTokens) -> list[torch.Tensor]:
+    q, codes = ONE[0].transpose(0, 1).half(), view_of(engine.PageLayout("fp8", "int4", 32))
+    return [engine.attention_varlen(q, codes, torch.tensor([0, 1], dtype=torch.int32), 1, exact=tokens)]
+
+
 def objects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]]:
     """How to make each object, and how to use it."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]] = {}
@@ -107,6 +118,7 @@ def objects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.T
     found["weight of a parameter"] = (lambda: hb.quantize(torch.nn.Parameter(drawn(32, 128)), "int4_g32_fp32"), use_weight)
     found["layout of pages"] = (lambda: engine.PageLayout("fp8", "int4", 32), use_layout)
     found["view of pages"] = (lambda: view_of(engine.PageLayout("fp8", "int4", 32)), lambda view: [hb.decode_attention(ONE, view)])
+    found["tokens in 16 bits"] = (tokens_in_16_bits, use_tokens)
     found["pages of a layer"] = (
         lambda: engine.LayerPages(engine.PageLayout("fp8", "int4", 32), rotate_keys=True),
         lambda pages: use_layout(pages.layout),
