@@ -121,6 +121,17 @@ def test_hooks_stay_with_a_layer_that_is_replaced(build, prompt, fused):
     assert calls[2:] == ["o"]
 
 
+def test_a_layer_whose_call_was_replaced_is_refused(build, prompt):
+    """It would not be called; in 16 bits it is."""
+    model = build("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.forward = lambda x: torch.zeros(*x.shape[:-1], layer.out_features)
+    with pytest.raises(HalfbyteError, match=r"model.layers.0.mlp.up_proj.forward was replaced.*skip_modules="):
+        hf.quantize(model, "int4_g32")
+    hf.quantize(model, "int4_g32", skip_modules=("model.layers.0.mlp.up_proj",))
+    assert not model.model.layers[0].mlp(torch.randn(1, 2, 64)).any()
+
+
 @pytest.mark.parametrize("wrapped", [("q_proj",), ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")])
 def test_adapters_are_unfused_inside(wrapped):
     """As PEFT wraps layers: those of a fused launch, all or some."""

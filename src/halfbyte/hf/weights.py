@@ -139,7 +139,15 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
     if not weights and not any(isinstance(m, QuantLayer) for m in model.modules()):
         raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantize")
     stay = {id(t.owner) for name, t in weights.items() if is_skipped(name, skips) or _stays(name)}
-    return {name: target for name, target in weights.items() if id(target.owner) not in stay}
+    chosen = {name: target for name, target in weights.items() if id(target.owner) not in stay}
+    for name, target in chosen.items():
+        own_call = "forward" in vars(target.owner) and not hasattr(target.owner, "_hf_hook")  # accelerate's calls the layer's
+        if own_call and not target.projection:
+            raise Unsupported(
+                f"{name}.forward was replaced, and a quantized layer would not call it; leave the layer in 16 bits with "
+                f"skip_modules=({name!r},)"
+            )
+    return chosen
 
 
 def _stays(name: str) -> bool:
