@@ -46,29 +46,15 @@ from halfbyte.vllm.warm_up import Limits, warm_up
 logger = init_logger("vllm.halfbyte")
 
 
-class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM queries before it allocates the cache. Subclasses have their pair of formats."""
+class PackedPages:
+    """What vLLM queries of every backend over packed pages, of keys and values or of latents."""
 
     pair: ClassVar[Pair]
-    forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    def __init_subclass__(cls) -> None:
-        if "get_builder_cls" in vars(cls):  # it would be dropped: a layer takes the backend of its own formats
-            reason = "chunked attention, or another that vLLM builds around a backend, is not served by halfbyte's"
-            raise Unsupported(f"{cls.__name__}: {reason}; start without --attention-backend: weights can be quantized all the same")
 
     @classmethod
     def get_name(cls) -> str:
         return cls.__name__
-
-    @classmethod
-    def get_impl_cls(cls) -> type[HalfbyteImpl]:
-        return _impl_of(cls.pair)
-
-    @staticmethod
-    def get_builder_cls() -> type[HalfbyteBuilder]:
-        return HalfbyteBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -78,6 +64,39 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Layouts in which a page of a layer is contiguous."""
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """False: batches are split by the query lengths that the host knows."""
+        return False
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """True: `supports_combination` refuses, with the reason."""
+        return True
+
+
+class HalfbyteBackend(PackedPages, AttentionBackend):  # type: ignore[misc]
+    """What vLLM queries before it allocates the cache. Subclasses have their pair of formats."""
+
+    forward_includes_kv_cache_update = False
+
+    def __init_subclass__(cls) -> None:
+        if "get_builder_cls" in vars(cls):  # it would be dropped: a layer takes the backend of its own formats
+            reason = "chunked attention, or another that vLLM builds around a backend, is not served by halfbyte's"
+            raise Unsupported(f"{cls.__name__}: {reason}; start without --attention-backend: weights can be quantized all the same")
+
+    @classmethod
+    def get_impl_cls(cls) -> type[HalfbyteImpl]:
+        return _impl_of(cls.pair)
+
+    @staticmethod
+    def get_builder_cls() -> type[HalfbyteBuilder]:
+        return HalfbyteBuilder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -98,22 +117,8 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
     def supports_kv_connector(cls) -> bool:
         """True: `Options.current` refuses those that move parts of pages."""
-        return True
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: batches are split by the query lengths that the host knows."""
-        return False
-
-    @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """True: `supports_combination` refuses, with the reason."""
         return True
 
     @classmethod

@@ -27,9 +27,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, append_slots, unpack_pages
@@ -38,7 +37,7 @@ from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.compiling import cache_folder, compiling_only
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.workspace import replay_in_turn
-from halfbyte.vllm.backend import HalfbyteBackend, log_blocks
+from halfbyte.vllm.backend import PackedPages, log_blocks
 from halfbyte.vllm.names import backend_name, backend_names
 from halfbyte.vllm.options import EXACT_TOKENS, Options, Pair, check_cache, layer_formats
 from halfbyte.vllm.warm_up import Limits, warm_up
@@ -49,19 +48,13 @@ _SPARSE = "a sparse indexer picks the cached latents (MLA) that a query reads; s
 Dims = tuple[int, int]
 
 
-class HalfbyteMLABackend(MLACommonBackend):  # type: ignore[misc]
+class HalfbyteMLABackend(PackedPages, MLACommonBackend):  # type: ignore[misc]
     """What vLLM queries before it allocates the cache. Subclasses have their pair of formats: of rotary keys, and of latents.
 
     dims: None until weights are loaded, when each layer gets the class of its own formats and dims.
     """
 
-    pair: ClassVar[Pair]
     dims: ClassVar[Dims | None]
-    supported_dtypes = HalfbyteBackend.supported_dtypes
-
-    @classmethod
-    def get_name(cls) -> str:
-        return cls.__name__
 
     @classmethod
     def get_impl_cls(cls) -> type[HalfbyteMLAImpl]:
@@ -76,14 +69,6 @@ class HalfbyteMLABackend(MLACommonBackend):  # type: ignore[misc]
         """All: the impl refuses what fits no page, with the reason."""
         return []
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return HalfbyteBackend.get_supported_kernel_block_sizes(kv_cache_spec)
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return HalfbyteBackend.supported_kv_cache_layouts()
-
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The spec of a layer with packed pages. vLLM calls it again with its result."""
@@ -92,20 +77,6 @@ class HalfbyteMLABackend(MLACommonBackend):  # type: ignore[misc]
         if cls.pair is None or cls.dims is None:
             raise Unsupported(f"{cls.__name__}: vLLM sizes pages of this model before its layers are built; leave the backend out")
         return replace(spec, dtype=torch.uint8, state_content_bytes=PageLayout(*cls.pair, *cls.dims).token_head_bytes)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: batches are split by the query lengths that the host knows."""
-        return False
-
-    @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """True: `supports_combination` refuses, with the reason."""
-        return True
 
     @classmethod
     def supports_combination(
