@@ -96,7 +96,7 @@ def tokens_in_16_bits() -> engine.ExactTokens:
 
 def use_tokens(tokens: engine.ExactTokens) -> list[torch.Tensor]:
     q, codes = ONE[0].transpose(0, 1).half(), view_of(engine.PageLayout("fp8", "int4", 32))
-    return [engine.attention_varlen(q, codes, torch.tensor([0, 1], dtype=torch.int32), 1, exact=tokens)]
+    return [engine.attention_varlen(q, codes, torch.tensor([0, 1], dtype=torch.int32), 1, exact_tokens=tokens)]
 
 
 def objects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]]:

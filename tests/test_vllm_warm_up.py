@@ -52,7 +52,7 @@ class Layer:
         self, cache: Any, cu_seqlens_q: Any, most: int, query: Any, new: Any, out: Any, exact: ExactTokens | None
     ) -> None:
         own = {} if new is None else {"prefill": "exact", "k": new[0], "v": new[1]}
-        attention_varlen(query, cache, cu_seqlens_q, most, window=self.sliding_window, exact=exact, out=out, **own)
+        attention_varlen(query, cache, cu_seqlens_q, most, window=self.sliding_window, exact_tokens=exact, out=out, **own)
 
     def exact(self, cache: PagedView) -> ExactTokens | None:
         """Of the requests of a cache, as the builder makes it."""

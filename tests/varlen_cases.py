@@ -106,7 +106,7 @@ class WithExactTokens:
         codes = batch_of(sequences, *formats, rotate_keys=rotate_keys, **options)
         return cls(codes, batch_of(sequences, name, name, **options), sinks, recent)
 
-    def exact(self, device: str = "cpu") -> engine.ExactTokens:
+    def exact_tokens(self, device: str = "cpu") -> engine.ExactTokens:
         lengths = self.codes.view.lengths
         page, table = self.plain.view.keys.codes.shape[2], self.plain.view.page_table
         assert table is not None
@@ -124,7 +124,7 @@ class WithExactTokens:
         there = self.codes if device == "cpu" else self.codes.to(device)
         moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         moved |= {"prefill": "exact", "k": there.k, "v": there.v} if prefill == "exact" else {}
-        out, lse = (x.cpu() for x in there.attend(impl=impl, exact=self.exact(device), **moved))
+        out, lse = (x.cpu() for x in there.attend(impl=impl, exact_tokens=self.exact_tokens(device), **moved))
         truth, base = (self._truth(dtype, prefill, **options) for dtype in (torch.float64, self.codes.q.dtype))
         assert not attention_errors(out, lse, truth, base)
 

@@ -51,7 +51,7 @@ def attention_varlen(
     prefill: str = "cache",
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
-    exact: ExactTokens | None = None,
+    exact_tokens: ExactTokens | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -71,7 +71,7 @@ def attention_varlen(
                    not read
     prefill        "cache": all keys and values are read as stored. "exact": those of this call are taken from k and v
     k, v           [T, H, D] and [T, H, Dv], only for "exact": the tokens of this call, unquantized
-    exact          sink and recent tokens in 16 bits, stored in addition to codes: a query at position i reads tokens from
+    exact_tokens   sink and recent tokens in 16 bits, stored in addition to codes: a query at position i reads tokens from
                    i - recent_tokens + 1 on in 16 bits; with prefill="exact" those that the first query of this call does
     out            [T, Hq, Dv] in q's dtype, written and returned; if contiguous, without a copy
     deterministic_batch   on a GPU a token's result has the same bits for any split into calls and batches: splits and blocks have
@@ -90,11 +90,11 @@ def attention_varlen(
     if out is not None:
         check_out(out, q, (*q.shape[:2], cache.values.dim))
     if prefill == "exact":
-        result, lse = _exact(call, k, v, exact)
+        result, lse = _exact(call, k, v, exact_tokens)
     else:
         check(prefill == "cache", f"prefill={prefill!r}; expected 'cache' or 'exact'")
         check(k is None and v is None, "k and v were given with prefill='cache', which reads what is stored; leave them out")
-        result, lse = _attend(call, out) if exact is None else _merged(call, _stored(call, exact))
+        result, lse = _attend(call, out) if exact_tokens is None else _merged(call, _stored(call, exact_tokens))
     result = result if out is None else put_into(out, result)
     return (result, lse) if return_lse else result
 

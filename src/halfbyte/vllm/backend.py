@@ -302,11 +302,11 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         query: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor] | None,
         out: torch.Tensor,
-        exact: ExactTokens | None = None,
+        exact_tokens: ExactTokens | None = None,
     ) -> None:
         """query [T, Hq, D] into out [T, Hq, Dv], by kernels that read codes.
 
-        new: k and v of this step, unquantized; exact: sink and recent tokens
+        new: k and v of this step, unquantized; exact_tokens: sink and recent ones in 16 bits
         """
         k, v = (None, None) if new is None else new
         attention_varlen(
@@ -322,7 +322,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             prefill="cache" if new is None else "exact",
             k=k,
             v=v,
-            exact=exact,
+            exact_tokens=exact_tokens,
             out=out,
             deterministic_batch=envs.VLLM_BATCH_INVARIANT,
         )
