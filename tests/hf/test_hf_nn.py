@@ -129,6 +129,9 @@ def test_a_layer_whose_call_was_replaced_is_refused(build, prompt):
     with pytest.raises(HalfbyteError, match=r"model.layers.0.mlp.up_proj.forward was replaced.*skip_modules="):
         hf.quantize(model, "int4_g32")
     hf.quantize(model, "int4_g32", skip_modules=("model.layers.0.mlp.up_proj",))
+    model.lm_head.forward = lambda x: x
+    with pytest.raises(HalfbyteError, match=r"lm_head.forward was replaced.*without lm_head="):
+        hf.quantize(model, lm_head="int8_col")
     assert not model.model.layers[0].mlp(torch.randn(1, 2, 64)).any()
 
 

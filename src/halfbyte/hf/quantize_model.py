@@ -28,7 +28,7 @@ from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
 from halfbyte.hf.weights import (
     Target,
     check_fits,
-    check_loaded,
+    check_replaceable,
     find_lm_head,
     nearest_formats,
     packed_share,
@@ -214,7 +214,7 @@ class Quantization:
         self.formats = self._formats(fmt)
         self.windows = self._windows(loading)
         if not loading:
-            check_loaded({**self.blocks, **self.head})
+            check_replaceable({**self.blocks, **self.head})
         self.rotated: list[tuple[nn.Linear, nn.Linear]] = []
         if options["rotate_values"]:
             self._rotate_values(loading)

@@ -139,15 +139,7 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
     if not weights and not any(isinstance(m, QuantLayer) for m in model.modules()):
         raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantize")
     stay = {id(t.owner) for name, t in weights.items() if is_skipped(name, skips) or _stays(name)}
-    chosen = {name: target for name, target in weights.items() if id(target.owner) not in stay}
-    for name, target in chosen.items():
-        own_call = "forward" in vars(target.owner) and not hasattr(target.owner, "_hf_hook")  # accelerate's calls the layer's
-        if own_call and not target.projection:
-            raise Unsupported(
-                f"{name}.forward was replaced, and a quantized layer would not call it; leave the layer in 16 bits with "
-                f"skip_modules=({name!r},)"
-            )
-    return chosen
+    return {name: target for name, target in weights.items() if id(target.owner) not in stay}
 
 
 def _stays(name: str) -> bool:
@@ -185,9 +177,14 @@ def nearest_formats(chosen: Mapping[str, Target], fmt: Format) -> dict[str, Form
     return formats
 
 
-def check_loaded(chosen: Mapping[str, Target]) -> None:
-    """Raise for a weight that is not there."""
+def check_replaceable(chosen: Mapping[str, Target]) -> None:
+    """Raise for a weight that is not there, and for a layer with a `forward` of its own, which a quantized one would not call."""
     for name, target in chosen.items():
+        if not target.projection and "forward" in vars(target.owner) and not hasattr(target.owner, "_hf_hook"):  # accelerate's
+            raise Unsupported(
+                f"{name}.forward was replaced on this layer, and a quantized one would not call it; leave the layer in 16 bits: "
+                f"skip_modules=({name!r},), or without lm_head="
+            )
         check(
             not any(p.is_meta for p in target.owner.parameters()),
             f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantize before: load the "
