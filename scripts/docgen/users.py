@@ -39,9 +39,9 @@ def in_vllm() -> str:
     told = (
         f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights in "
         f"bf16, or in int4_g128 with the output layer in int8_col. Tokens that fit: {fit}. The columns of 16 bits and of INT4 "
-        f"weights ran in one session on two GPUs of one host, the rest on others of that kind. With INT4 weights and the output "
-        f"layer in bf16 a step of {_listed(shapes)} took {plain} ms. With an empty kernel cache the engine with INT4 weights took "
-        f"{packed['start_s']:.0f} s to start, stock's {stock['start_s']:.0f} s."
+        f"weights ran in one session on two GPUs of one host, whose processors other jobs shared; the rest ran on others of that "
+        f"kind. With INT4 weights and the output layer in bf16 a step of {_listed(shapes)} took {plain} ms. With an empty kernel "
+        f"cache the engine with INT4 weights took {packed['start_s']:.0f} s to start, stock's {stock['start_s']:.0f} s."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 
@@ -65,8 +65,11 @@ def hits_in_vllm() -> str:
         "new tokens/s, 16 bits",
         "INT8 / INT4 cache and INT4 weights",
     )
-    (batch, _, new), loads = _LOAD.partition("+"), (f"{rows['serve', mode, _LOAD]['all_tok_s']:,.0f}" for mode in modes)
-    told = f"{_batch(batch)} cold prompts with {new} new tokens each: {' and '.join(loads)} tokens/s."
+    (batch, _, new), (stock, packed) = _LOAD.partition("+"), (rows["serve", mode, _LOAD]["all_tok_s"] for mode in modes)
+    told = (
+        f"{_batch(batch)} cold prompts with {new} new tokens each: {stock:,.0f} tokens/s in 16 bits, {packed:,.0f} with INT8 / "
+        f"INT4 cache and INT4 weights."
+    )
     return f"{tables.markdown(heads, lines)}\n\n{told}"
 
 

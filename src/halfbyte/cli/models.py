@@ -129,9 +129,8 @@ def _chat(model: str, load: Callable[[], Any], options: dict[str, Any], seed: in
     from halfbyte.paths import resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
-    conversation = Chat(
-        None, tokenizer, None, streamer=_streamer(tokenizer), **options
-    )  # no template: refused before the model is loaded
+    # Made before the model is loaded, which takes longer than to refuse a tokenizer without a chat template.
+    conversation = Chat(None, tokenizer, None, streamer=_streamer(tokenizer), **options)
     conversation.model = lm = load()
     formats = cache_settings(lm)
     assert formats is not None

@@ -361,9 +361,9 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         rows = [r for r in measured if r.op == op and r.case == "prose, bf16" and r.error and r.formats not in exact]
         names = {r.formats for r in rows}
         toy = [r for r in measured if (r.op, r.case) == (toy_op, TOY) and r.formats in names and r.error and r.bits]
-        judged = {r.formats for r in measured if r.op == op and r.case == "code, bf16"} or names
+        labels = {r.formats for r in measured if r.op == op and r.case == "code, bf16"} or names
         points = [
-            charts.Point(r.formats if r.formats in judged else "", bits_of(r)[0], r.error or 0.0, real_model.NAME) for r in rows
+            charts.Point(r.formats if r.formats in labels else "", bits_of(r)[0], r.error or 0.0, real_model.NAME) for r in rows
         ]
         points += [charts.Point("", bits_of(r)[0], r.error or 0.0, "the shipped toy, fp32") for r in toy]
         rules = [(limit, f"safe up to {limit:.1e}")] * (limit > 0) + list(PUBLISHED)
