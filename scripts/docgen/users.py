@@ -10,10 +10,10 @@ from docgen.sources import tables
 _SIZES = "Llama 3 8B's sizes with random weights"
 
 
-#: Modes of the rig: vLLM alone, with halfbyte's cache, and with its weights, the output layer's in INT8, too.
-_MODES = ("bf16", "hb_int8_int4", "w4h_hb_int8_int4")
+#: Modes of `halfbyte_lab.serving`: vLLM alone, with halfbyte's cache, and with its weights, the output layer's in INT8, too.
+_MODES = ("bf16", "bf16/int8+int4_g32", "int4_g128+int8_col/int8+int4_g32")
 #: The last of them with a 16-bit output layer.
-_PLAIN_HEAD = "w4_hb_int8_int4"
+_PLAIN_HEAD = "int4_g128/int8+int4_g32"
 #: Cold requests x tokens of each + new ones.
 _LOAD = "96x8192+128"
 _Rows = dict[tuple[str, str, str], dict[str, Any]]

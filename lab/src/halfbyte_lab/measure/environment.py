@@ -48,7 +48,9 @@ def _typed() -> str:
     """What was typed; bytes of a name that are no text are written as escapes, since records are UTF-8."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
-        name = "halfbyte" if program.parent.name == "halfbyte" else f"python -m {program.parent.name}"
+        spec = sys.modules["__main__"].__spec__
+        package = spec.parent if spec else program.parent.name
+        name = "halfbyte" if package == "halfbyte" else f"python -m {package}"
     else:
         name = program.name
     text = " ".join(filter(None, (name, shlex.join(sys.argv[1:]))))

@@ -1,0 +1,53 @@
+"""Modes of `halfbyte_lab.serving`, and the folders that engines load for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+
+import halfbyte.hf
+from halfbyte.errors import HalfbyteError
+from halfbyte_lab.serving import folders
+from halfbyte_lab.serving.modes import Mode
+
+WORDS = ("bf16", "bf16/fp8", "bf16/int8+int4_g32", "gptq/int4+int4", "int4_g128+int8_col/int8+int4_g32")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_mode_is_its_word(word):
+    assert str(Mode.parse(word)) == word
+
+
+def test_a_mode_says_what_the_engine_gets():
+    assert Mode.parse("bf16").options == {}
+    assert Mode.parse("awq/fp8").options == {"kv_cache_dtype": "fp8"}
+    options = Mode.parse("nvfp4/int8+int4_g32").options
+    assert options == {"quantization": "halfbyte", "attention_backend": "HALFBYTE_INT8__INT4_G32"}
+
+
+@pytest.mark.parametrize("word", ["int5", "bf16+int8_col", "bf16/int8+int3", "int4_g128+int9"])
+def test_a_part_that_names_nothing_is_refused(word):
+    with pytest.raises(HalfbyteError, match=r"int5|bf16\+int8_col|int3|int9"):
+        Mode.parse(word)
+
+
+@pytest.mark.parametrize("word", ["int4_g128+int8_col", "gptq", "awq"])
+def test_packed_folders_load_and_speak(word, tmp_path):
+    sizes = tf.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, vocab_size=96)
+    folder = folders.write(sizes, Mode.parse(word), tmp_path, 2)
+    assert folders.write(sizes, Mode.parse(word), tmp_path, 2) == folder
+    model = halfbyte.hf.load(folder)
+    assert len(model.model.layers) == 2
+    first, second = (layer.self_attn.q_proj.weight.dequantize() for layer in model.model.layers)
+    assert not torch.equal(first, second)
+    assert 0.01 < first.float().std() < 0.04
+    assert model(torch.arange(9)[None]).logits.isfinite().all()
+
+
+def test_16_bit_folders_hold_the_configuration_alone(tmp_path):
+    sizes = tf.Qwen3Config(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, vocab_size=50)
+    folder = folders.write(sizes, Mode.parse("bf16"), tmp_path, 1)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    config = tf.AutoConfig.from_pretrained(folder)
+    assert (config.num_hidden_layers, config.architectures, config.dtype) == (1, ["Qwen3ForCausalLM"], torch.bfloat16)
