@@ -13,7 +13,7 @@ from tiny_models import VOCAB
 
 import halfbyte.hf as hf
 from halfbyte import errors
-from halfbyte.hf import default_cache
+from halfbyte.hf import default_cache, fused_blocks
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view
 from halfbyte.hf.model_support import model_class
 from halfbyte.hf.recorded_step import Forward
@@ -24,8 +24,9 @@ OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What ran: "step" for each recorded step, "block" for each fused block."""
+    """What ran: "step" for each recorded step, "block" for each fused block, none of which may run as it is."""
     seen = []
+    monkeypatch.setattr(fused_blocks, "warn_once", pytest.fail)
     for kind, name in ((Forward, "step"), (FusedBlock, "block")):
         method = "__call__" if kind is Forward else "forward"
         run = getattr(kind, method)
@@ -128,9 +129,9 @@ def test_prompts_with_images(family, ran):
     assert not all(torch.equal(answer, without) for answer in answers), "the image changes nothing, so the test shows nothing"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "mistral3"])
-def test_vision_language_classes_with_text(family, ran):
-    """As they are published: transformers passes what its vision tower has encoded, of nothing here."""
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "mistral3", "qwen3_moe", "gpt_oss"])
+def test_what_generate_passes_to_blocks(family, ran):
+    """More than a decoder needs: what a vision tower has encoded, of nothing here; whether routers tell their scores."""
     model, ids = hf.quantize(tiny_model(family), keys="int8", values="int8"), torch.arange(5, 24).view(1, -1)
     plain = model.generate(ids, recorded=False, disable_compile=True, **OPTIONS)
     assert not ran

@@ -19,6 +19,7 @@ decoding, of a model with a packed cache, without gradients.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfbyte.errors import warn_once
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.fused_parts import AddedForms, Form, Tables, fused_part, quantized_layer, whole_rows
 from halfbyte.hf.model_support import CACHE, blocks, half_type, ranks_of, text_config
@@ -146,7 +148,7 @@ def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iter
 
     def run(part: slice, kv_cache: PackedCache) -> None:
         options = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part], "use_cache": True, CACHE: kv_cache}
-        decoder(inputs_embeds=states[:, part].clone(), **options)
+        decoder(inputs_embeds=states[:, part].clone(), **(_flags(model) | options))
 
     for kv_cache in (cache, twin):
         run(slice(0, _PROMPT), kv_cache)
@@ -159,6 +161,13 @@ def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iter
         inside = [{id(m) for m in layer.modules()} for layer in layers]
         by_block = [[call for call in of_attention if id(call.module) in own] for own in inside]
         yield Reading(list(_by_block(calls, layers)), calls, by_block, cache, twin)
+
+
+def _flags(model: Any) -> dict[str, bool]:
+    """What the forward of a model reads from its configuration where a call leaves it out, and hands to its decoder."""
+    config = text_config(model)
+    names = inspect.signature(type(model).forward).parameters
+    return {name: value for name in names if isinstance(value := getattr(config, name, None), bool)}
 
 
 @contextmanager
@@ -346,7 +355,8 @@ class FusedBlock(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         structure = self.structure
         block = {**dict(zip(structure.names, args, strict=False)), **kwargs}
-        if any(x is not None and name not in structure.knows for name, x in block.items()):
+        if new := sorted(name for name, x in block.items() if x is not None and name not in structure.knows):
+            warn_once(f"blocks of {type(self.own[0]).__name__} are not fused, and slower, with {', '.join(new)}")
             return self.own[0](*args, **kwargs)
         hidden = block[structure.x_name]
         x = self.ahead.take(hidden, structure.branches[0].before)

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(typed)
     if options.log:
-        del sys.argv[-2:]  # records hold what the user typed
+        del sys.argv[-4:]  # records hold what the user typed, without the child's mode and log
         measure(options)
         return 0
     ends = [_in_child(mode, typed, options) for mode in options.modes]

@@ -45,6 +45,7 @@ def write(sizes: PretrainedConfig, mode: Mode, folder: Path, layers: int) -> Pat
     config.dtype = torch.bfloat16
     if mode.weights != PLAIN:
         config.quantization_config = _write_packed(model, mode, path)
+        torch.cuda.empty_cache()  # the engine has a process of its own, and counts what is free
     (path / "config.json").write_text(config.to_json_string(use_diff=False))
     return path
 
