@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from halfbyte.reference.linear import factors
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab.measure.checks import attention_accuracy, eager_attention, float64_attention, linear_accuracy
 
@@ -65,10 +66,10 @@ def lse_bound(q: torch.Tensor, k: torch.Tensor, rotated: float = 0) -> torch.Ten
 
 
 def products(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x times a dequantized weight: in float64, and as torch rounds it with the weight in x's dtype."""
-    full = weight.dequantize(torch.float64)
-    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
-    base = torch.nn.functional.linear(x.contiguous(), full.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    """x times a weight, dequantized or both rounded: in float64, and as torch rounds it with both in x's dtype."""
+    rounded, full = factors(x, weight)
+    truth = rounded @ full.mT + (0 if bias is None else bias.double())
+    base = torch.nn.functional.linear(rounded.to(x.dtype), full.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return truth, base
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,6 +27,9 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 
 Shape = tuple[int, ...]
 Granularity = Literal["tensor", "token", "head", "group", "channel", "out_channel"]
+
+#: M from which on, and K up to which, weight formats with `rounds_x` round x to INT8: sums have 32 bits.
+ROUNDED_ROWS, ROUNDED_WIDTH = 256, 2**17
 
 #: Lower bound of fp16 scales: the smallest positive fp16 number, so that no block divides by zero.
 MIN_SCALE = 2.0**-24
@@ -133,6 +136,8 @@ class Format:
     `tensor_scale`: an additional FP32 scale of the whole tensor (NVFP4); a stack [E, N, K] has one per row, so that gate and up
     projections of each expert keep their own.
     `clip`: the centered fraction of a block's range that codes with a float offset cover; values outside saturate.
+    `rounds_x`: a weight [N, K] times a 16-bit x with `ROUNDED_ROWS` rows or more is a product of integers: x rounded to INT8 per
+    token, the weight to INT8 per out feature, sums exact. On Hopper and CPUs; on other GPUs and for fewer rows x stays as it is.
     """
 
     name: str
@@ -141,6 +146,7 @@ class Format:
     offset: Literal["none", "int", "float"] = "none"
     tensor_scale: bool = False
     clip: float = 1.0
+    rounds_x: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -179,6 +185,10 @@ class Format:
         """Consecutive elements of a last axis of length `last` that share a scale; all of them unless the format has groups."""
         in_groups = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None
         return self.scale.group if in_groups else last  # type: ignore[union-attr, return-value]
+
+    def rounds(self, rows: int, width: int) -> bool:
+        """Whether x [rows, width] in 16 bits is rounded, see `rounds_x`."""
+        return self.rounds_x and rows >= ROUNDED_ROWS and width <= ROUNDED_WIDTH
 
     def check_shape(self, shape: Shape, name: str = "x") -> None:
         """Raise `InvalidArgument` when a tensor of this shape cannot be stored; the message lists what would fit."""
@@ -269,6 +279,10 @@ def _weight(name: str, code: Code, group: int | None) -> Format:
     return Format(name, code, Scale("f16", granularity, group), "int" if code is INT4 else "none")
 
 
+def _rounding_x(fmt: Format) -> Format:
+    return replace(fmt, name=f"{fmt.name}_a8", rounds_x=True)
+
+
 def _registry(formats: Iterable[Format]) -> dict[str, Format]:
     return {f.name: f for f in formats}
 
@@ -302,6 +316,8 @@ WEIGHT_FORMATS: dict[str, Format] = _registry(
     [
         *(_weight(f"int4_{g}", INT4, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
         *(_weight(f"int4_sym_{g}", INT4_SYM, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
+        *(_rounding_x(_weight(f"int4_{g}", code, n)) for g, code, n in (("g32", INT4, 32), ("g64", INT4, 64), ("g128", INT4, 128))),
+        _rounding_x(_weight("int4_sym_g128", INT4_SYM, 128)),
         # For checkpoints whose scales fp16 cannot hold exactly; wider groups repeat their scale.
         Format("int4_g32_fp32", INT4, Scale("f32", "group", 32), "int"),
         Format("int4_sym_g32_fp32", INT4_SYM, Scale("f32", "group", 32)),

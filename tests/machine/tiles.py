@@ -38,8 +38,7 @@ class Tiles:
         self.pending: list[Tile] = []
 
     def ask(self, tile: Tile) -> None:
-        rows, columns = tile.described.block_shape
-        places = tile.into + 16 * np.arange(rows * columns // 8)
+        places = tile.into + 16 * np.arange(tile.described.block_shape[0] * 8)
         self.block.shared.may_write(places, 16, np.full(places.size, tile.thread))
         self.pending.append(tile)
         if self.early:
@@ -61,15 +60,16 @@ class Tiles:
         """[pieces of 16 bytes, 16] of a box whose rows have 128 bytes, row by row; zeros beyond the tensor."""
         described, (column, first) = tile.described, tile.corner
         rows, columns = described.block_shape
-        assert (columns, described.layout.swizzle_byte_width, described.base.element_size()) == (64, 128, 2)
+        size = described.base.element_size()
+        assert (columns * size, described.layout.swizzle_byte_width) == (128, 128)
         assert tile.into % 1024 == 0, "a tile that is not aligned"
         height, width = described.shape
         row, piece = np.divmod(np.arange(rows * 8), 8)
-        row, column = row + first, column + 8 * piece
+        row, column = row + first, column + 16 // size * piece
         there = (row < height) & (column < width)
-        assert not (there & (column + 8 > width)).any(), "a row that ends inside of 16 bytes"
+        assert not (there & (column + 16 // size > width)).any(), "a row that ends inside of 16 bytes"
         values = np.zeros((rows * 8, 16), np.uint8)
-        where = described.base.data_ptr() + 2 * (row[there] * described.strides[0] + column[there])
+        where = described.base.data_ptr() + size * (row[there] * described.strides[0] + column[there])
         block = self.block
         if there.any():
             block.memory.reach(where.astype(np.uint64), np.full(where.size, block.waited[tile.thread]))

@@ -19,6 +19,8 @@ FEWEST_ROWS, _ROWS_OF_SHORT_TILES, _SHORT_STEPS = 33, 64, {True: 8, False: 20}
 #: Measured on an H200.
 _STEP_COST = {True: {64: 0.96, 128: 1.05, 256: 1.3}, False: {64: 0.72, 128: 0.84, 256: 1.25}}
 _PART_COST = {64: 1.35, 128: 1.35, 256: 1.95}
+#: The same of steps with x in INT8, of twice the K: predicted.
+_INT8_STEP_COST = {128: 1.0, 256: 1.5}
 #: The fewest steps of a part of a tile; slots of the ring of codes, which come from far: with 8 of 64 k no room is left for the
 #: mbarriers. The K from which on slots of 64 k are faster than of 128 for 4-bit integers, as measured on an H200.
 _FEWEST_STEPS, _CODE_STAGES, _LONG = 4, 7, 8192
@@ -39,12 +41,28 @@ class LargeSpec(WgmmaSpec):
 
     x_stages: int = 0  # slots of the ring of x
     aligned: bool = False  # K is whole steps: scales of a step are loaded at once
-    step: ClassVar[int] = 128
     band: ClassVar[int] = 8  # blocks of batch rows whose tiles are computed side by side, so that they share x and weights in L2
     table_parts: ClassVar[int] = 8
     kernel: ClassVar[str] = "wgmma_large"
     launches: ClassVar[str] = "wgmma; one launch, of warps that copy x and warps that unpack and multiply"
     stream_k: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """K of 128 bytes of a row of x, which MMAs take together."""
+        return 1024 // self.x_bits
+
+    @property
+    def step(self) -> int:
+        return 2 * self.width
+
+    @property
+    def k_blocks(self) -> int:
+        return self.chunk // self.width
+
+    @property
+    def x_bytes(self) -> int:
+        return self.x_bits // 8 * self.chunk * self.block_m
 
     @property
     def registers(self) -> int:
@@ -63,7 +81,7 @@ class LargeSpec(WgmmaSpec):
     @property
     def pieces(self) -> int:
         """MMAs that 64 k take. With 256 batch rows, or 16 warps, registers hold no words of the next codes."""
-        return 1 if 256 in (self.block_m, self.tile) else 4
+        return 1 if 256 in (self.block_m, self.tile) or self.x_bits == 8 else 4
 
     @property
     def ahead(self) -> int:
@@ -95,6 +113,8 @@ class LargeSpec(WgmmaSpec):
     def unit(self) -> float:
         """The scale of the sums of the MMA."""
         weight = self.weights[0]
+        if self.x_bits == 8:
+            return 1.0
         if weight.kind == "table":
             return weight.unit(self.dtype)
         return 2.0**-6 if weight.kind == "unsigned" and self.dtype == "bf16" else 1.0
@@ -115,7 +135,8 @@ def large_plan(p: GemmProblem, gpu: GPU, use_pdl: bool) -> GemmPlan | str:
         return _routed(weight, p, p.routing, gpu)
     if p.tiles(LargeSpec.tile) * p.rows >= 128 * _MOST_TILES:
         return f"M = {p.rows}; the kernel numbers up to {_MOST_TILES} tiles"
-    shapes = [_staged((weight,) * len(p.weights), block_m, p, use_pdl) for block_m in _STEP_COST[False]]
+    x_bits, sizes = (8, _INT8_STEP_COST) if p.rounds_x else (16, _STEP_COST[False])
+    shapes = [_staged((weight,) * len(p.weights), block_m, p, use_pdl, x_bits=x_bits) for block_m in sizes]
     _, plan = min((_divided(shape, p, gpu.num_sms) for shape in shapes), key=lambda candidate: candidate[0])
     longest = _steps(plan.tiles, plan.steps, plan.programs)
     if p.rows <= _ROWS_OF_SHORT_TILES and longest > _SHORT_STEPS[weight.kind == "table"]:
@@ -136,12 +157,14 @@ def _routed(weight: WeightSpec, p: GemmProblem, routing: Routing, gpu: GPU) -> G
     return GemmPlan(spec, min(gpu.num_sms, tiles), tiles, steps, blocks, split_tiles=0, programs_per_sm=1)
 
 
-def _staged(weights: tuple[WeightSpec, ...], block_m: int, p: GemmProblem, use_pdl: bool, tile: int = 128) -> LargeSpec:
+def _staged(
+    weights: tuple[WeightSpec, ...], block_m: int, p: GemmProblem, use_pdl: bool, tile: int = 128, x_bits: int = 16
+) -> LargeSpec:
     """The shape of a block with as many slots of x as shared memory has room for, at most 8."""
     kind = weights[0].kind
     short = kind == "table" or (kind == "unsigned" and (p.width < _LONG or tile == 256))
-    chunk, stages = 128 if block_m < 256 and short else 64, _CODE_STAGES if tile == 128 else 5
-    shape = LargeSpec(weights, p.half, block_m, chunk, stages, 1, use_pdl, tile, x_stages=3)
+    chunk, stages = 128 if x_bits == 8 or (block_m < 256 and short) else 64, _CODE_STAGES if tile == 128 else 5
+    shape = LargeSpec(weights, p.half, block_m, chunk, stages, 1, use_pdl, tile, x_bits=x_bits, x_stages=3)
     shape = replace(shape, whole_tiles=all(n % shape.tile == 0 for n in p.features), aligned=p.width % shape.step == 0)
     fits = [s for n in range(3, 9) if (s := replace(shape, x_stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
     return fits[-1]
@@ -169,7 +192,11 @@ def _divided(shape: LargeSpec, p: GemmProblem, slots: int) -> tuple[float, GemmP
 def _cost(shape: LargeSpec, tiles: int, steps: int, programs: int) -> float:
     parts = parts_of(tiles, programs)
     exchange = parts * _PART_COST[shape.block_m] if parts > 1 else 0.0
-    return _steps(tiles, steps, programs) * _STEP_COST[shape.weights[0].kind == "table"][shape.block_m] + exchange
+    return _steps(tiles, steps, programs) * _step_costs(shape)[shape.block_m] + exchange
+
+
+def _step_costs(shape: LargeSpec) -> dict[int, float]:
+    return _INT8_STEP_COST if shape.x_bits == 8 else _STEP_COST[shape.weights[0].kind == "table"]
 
 
 def _steps(tiles: int, steps: int, programs: int) -> int:

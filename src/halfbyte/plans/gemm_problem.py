@@ -45,6 +45,11 @@ class GemmProblem(NamedTuple):
         return tuple(n for _, n in self.weights)
 
     @property
+    def rounds_x(self) -> bool:
+        """Whether x and weights are rounded to INT8 where a kernel does that."""
+        return self.routing is None and all(fmt.rounds(self.rows, self.width) for fmt, _ in self.weights)
+
+    @property
     def pairs(self) -> int:
         """Rows of the product: pairs of a token and an expert."""
         return self.rows * (self.routing.top_k if self.routing else 1)

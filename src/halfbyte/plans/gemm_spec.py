@@ -250,6 +250,7 @@ class WgmmaSpec(CompiledFor):
     whole: bool = False  # each program computes one tile
     whole_tiles: bool = False  # no tile reaches beyond the rows of its weight
     epilogue: Epilogue = PLAIN
+    x_bits: int = 16  # of a number of x in shared memory: 8 where x and weights are rounded to INT8
     k_slices: ClassVar[int] = 1  # groups of warps that take a chunk of K each: here all share one
     pad_slots: ClassVar[int] = 0  # unused slots of the ring: none is needed, as an SM has no room for a second block
     code_parts: ClassVar[int] = 1

@@ -10,6 +10,8 @@ import torch
 from halfbyte.arguments import Mark, check_tensor
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
+from halfbyte.packing import unpack_codes
+from halfbyte.reference.dequantize import block_scales, in_order
 from halfbyte.reference.quantize import dequantize
 from halfbyte.tensors import QuantTensor
 
@@ -54,9 +56,50 @@ def _check_weight(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | Non
         check_tensor(bias_name, bias, (out_features,), device=x.device)
 
 
+def factors(x: torch.Tensor, weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is multiplied, in float64: x [..., K] and the values of a weight [N, K], or both as integers times scales
+    (`Format.rounds_x`).
+    """
+    if not rounds(x, weight):
+        return x.double(), dequantize(weight, torch.float64)
+    (c, token), (d, row) = rounded_x(x.reshape(-1, x.shape[-1])), rounded_weight(weight)
+    return (c * token.double()[:, None]).view(x.shape), d * row.double()[:, None]
+
+
+def rounds(x: torch.Tensor, weight: QuantTensor) -> bool:
+    """Whether x [..., K] and a weight are multiplied as integers."""
+    halves = (torch.float16, torch.bfloat16)
+    return x.dtype in halves and x.ndim > 0 and weight.format.rounds(x.shape[:-1].numel(), x.shape[-1])
+
+
+def rounded_x(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers of x [M, K], in float64, and the scales of its rows, fp32 [M]."""
+    inverse, token = _scales(x.float().abs().amax(-1))
+    return (x.double() * inverse.double()[:, None]).round(), token
+
+
+def rounded_weight(weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a weight [N, K] of 4-bit integers; a group's ratio to its row is rounded to fp16."""
+    fmt, (features, _) = weight.format, weight.shape
+    scales, code = block_scales(weight), fmt.code
+    zeros = torch.full_like(scales, -code.lo) if weight.offsets is None else weight.offsets.float()
+    inverse, row = _scales((scales.abs() * torch.maximum(zeros, 15 - zeros)).amax(-1))
+    ratio = (scales * inverse[:, None]).half().double()
+    unit = unpack_codes(weight.codes, code.bits).view(features, scales.shape[-1], -1) - zeros.double()[..., None]
+    d = (unit * ratio[..., None]).round().view(weight.shape)
+    return (d if weight.perm is None else in_order(d, weight.perm)), row
+
+
+def _scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """127 over the largest magnitudes in fp32, at least 2^-100, and its inverse, NaN for what is not finite."""
+    largest = largest.clamp(min=2.0**-100)
+    return 127 / largest, torch.where(largest < torch.inf, largest / 127, torch.nan)
+
+
 def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., K] times the values of weight [N, K], in float64; result [..., N] in x's dtype."""
-    y = x.double() @ dequantize(weight, torch.float64).T
+    """x [..., K] times the values of weight [N, K], both rounded if it says so, in float64; result [..., N] in x's dtype."""
+    x_values, values = factors(x, weight)
+    y = x_values @ values.T
     if bias is not None:
         y = y + bias.double()
     return y.to(x.dtype)

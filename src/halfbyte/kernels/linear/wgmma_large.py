@@ -4,7 +4,8 @@
 
 A tile is 128 out features, 64 for each of two warp groups, times 64 to 256 batch rows. The weight is the left operand, in
 registers; x is the right operand, in shared memory, as it is: operands have k in its own order (linear/wgmma_large_operands.py).
-Scales multiply the codes in 16 bits. While MMAs run, the next 16 or 64 k are unpacked into other registers (`C.pieces`).
+Scales multiply the codes in 16 bits. While MMAs run, the next 16 or 64 k are unpacked into other registers (`C.pieces`). With x in
+INT8 (`C.x_bits`) 64 k become 128, sums are exact integers, and linear/rounding.py has made x, its scales and those of the weight.
 
 Warps are specialized. One copies x (TMA) into a ring, whose slots are handed on by mbarriers: one says that x is there, one that
 all warps have read it. The eight that multiply do not meet in the loop: each copies the codes of its own rows (cp.async) and loads
@@ -31,6 +32,7 @@ from halfbyte.kernels.linear.ring import Weights
 from halfbyte.kernels.linear.sync import _await_asm, check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_large_exchange import columns_of, exchange, write_columns, write_sorted
+from halfbyte.kernels.linear.rounding import rounding
 from halfbyte.kernels.linear.wgmma_large_operands import load_scales, load_words, packed_operands, unpacked
 from halfbyte.kernels.linear.wgmma_large_work import advance, first_row, tile_at, weight_of, work_of
 from halfbyte.kernels.linear.wgmma_operands import sums_layout
@@ -40,16 +42,26 @@ from halfbyte.plans.gemm_plan import GemmPlan
 
 
 @gluon.constexpr_function
-def _x_layout():
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def _x_layout(C):
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=C.x_bits, rank=2)
+
+
+@gluon.constexpr_function
+def _x_type(C):
+    return gl.int8 if C.x_bits == 8 else dtype_of(C)
+
+
+@gluon.constexpr_function
+def _sums_type(C):
+    return gl.int32 if C.x_bits == 8 else gl.float32
 
 
 @gluon.jit
 def _x_of(pool, slot, block: gl.constexpr, C: gl.constexpr):
-    """64 k of a slot of x, [block_m, 64]."""
-    shape: gl.constexpr = [C.block_m, 64]
+    """A block of C.width k of a slot of x, [block_m, width]."""
+    shape: gl.constexpr = [C.block_m, C.width]
     first: gl.constexpr = gl.constexpr(C.x_at // (128 * C.block_m))
-    return view(pool, first + slot * C.k_blocks + block, dtype_of(C), shape, _x_layout())
+    return view(pool, first + slot * C.k_blocks + block, _x_type(C), shape, _x_layout(C))
 
 
 @gluon.jit
@@ -150,7 +162,8 @@ def _copy_x(X, pool, M, K, weights, Blocks, C: gl.constexpr):
             there = view(pool, gl.constexpr(C.barriers_at // 8 + C.x_stages) + slot, gl.int64, one, mbarrier.MBarrierLayout())
             mbarrier.expect(there, C.x_bytes)
             for j in gl.static_range(gl.constexpr(C.k_blocks)):
-                copy_tile(X, [first_row(at, Blocks, C), step * C.step + i * C.chunk + j * 64], there, _x_of(pool, slot, j, C))
+                k = step * C.step + i * C.chunk + j * C.width
+                copy_tile(X, [first_row(at, Blocks, C), k], there, _x_of(pool, slot, j, C))
             slot, parity = _turn(slot, parity, C)
         position, step, done, _ = advance(position, step, done, work)
 
@@ -179,9 +192,9 @@ def _words_of(pool, slot, groups: gl.constexpr, S: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def _multiply(p, words, pool, slots, block: gl.constexpr, scale, zero, adds: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """The MMAs of 64 k, a block of a slot, left under way; those before are done. With four, the next are unpacked under each.
+    """The MMAs of C.width k, a block of a slot, left under way; those before are done. With four, the next are unpacked under each.
 
-    words: of these codes, and those of the next are returned, loaded halfway; both () where a single MMA takes 64 k.
+    words: of these codes, and those of the next are returned, loaded halfway; both () where a single MMA takes all.
     """
     x_slot, parity, code_slot = slots
     last: gl.constexpr = block == C.k_blocks - 1
@@ -195,7 +208,7 @@ def _multiply(p, words, pool, slots, block: gl.constexpr, scale, zero, adds: gl.
     if block == 0:
         _asm(_await_asm(C.barriers_at + 8 * C.x_stages), "=r,r,r,~{memory}", [x_slot * 8, parity])
     x = _x_of(pool, x_slot, block, C)
-    width: gl.constexpr = 64 // C.pieces
+    width: gl.constexpr = C.width // C.pieces
     words = ()
     for i in gl.static_range(gl.constexpr(C.pieces)):
         right = x.slice(width * i, width, dim=1).permute([1, 0])
@@ -228,7 +241,7 @@ def _step(
 
 
 @gluon.jit
-def _compute(pool, Partials, Semaphores, M, K, weights, Blocks, C: gl.constexpr):
+def _compute(pool, Tokens, Partials, Semaphores, M, K, weights, Blocks, C: gl.constexpr):
     """The warps that unpack and multiply."""
     S: gl.constexpr = C.weights[0]
     position, step, end, work = work_of(M, K, weights, Blocks, C)
@@ -253,7 +266,7 @@ def _compute(pool, Partials, Semaphores, M, K, weights, Blocks, C: gl.constexpr)
         scale, zero = load_scales(scales, zeros, n0, left, step, K, S, C)
         next_scale, next_zero = load_scales(scales, zeros, n0, left, step + 1, K, S, C)
         # The first step separately: its MMAs define the sums. Were they set to 0, the assembler would make all MMAs wait.
-        p = gl.full([C.tile, C.block_m], 0.0, gl.float32, sums_layout(C))
+        p = gl.full([C.tile, C.block_m], 0.0, _sums_type(C), sums_layout(C))
         p, words, slots, ahead = _step(p, words, slots, ahead, scale, zero, pool, end, K, work, weights, Blocks, True, S, C)
         for now in range(step + 1, stop):
             scale, zero = next_scale, next_zero
@@ -266,9 +279,9 @@ def _compute(pool, Partials, Semaphores, M, K, weights, Blocks, C: gl.constexpr)
                 write_sorted(sums[i], at, i * C.sums, weights, S, C)
         elif C.whole or stop - step == steps:
             for i in gl.static_range(gl.constexpr(C.block_m // C.sums)):
-                write_columns(sums[i], at[0], at[1] * C.block_m + i * C.sums, M, weights, S, C)
+                write_columns(sums[i], at[0], at[1] * C.block_m + i * C.sums, M, weights, Tokens, S, C)
         else:
-            exchange(sums, position, at[0], at[1], work, Partials, Semaphores, M, weights, S, C)
+            exchange(sums, position, at[0], at[1], work, Partials, Semaphores, M, weights, Tokens, S, C)
         done += stop - step
         position = gl.where(done == shared, first_own, position + gl.num_programs(0))
         step = end * 0
@@ -276,7 +289,8 @@ def _compute(pool, Partials, Semaphores, M, K, weights, Blocks, C: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["M"])
 def linear_large(
-    X,  # a TMA descriptor of x [M, K] in boxes [C.block_m, 64]
+    X,  # a TMA descriptor of x [M, K] in boxes [C.block_m, C.width]
+    Tokens,  # fp32 [M], the scales of rows of x in INT8; else None
     Partials,  # fp32 workspace: a partial result of each program
     Semaphores,  # int32, one for each tile that is split, zero before and after
     M,
@@ -295,7 +309,7 @@ def linear_large(
     barrier()
     gl.warp_specialize(
         [
-            (_compute, (pool, Partials, Semaphores, M, K, weights, Blocks, C)),
+            (_compute, (pool, Tokens, Partials, Semaphores, M, K, weights, Blocks, C)),
             (_copy_x, (X, pool, M, K, weights, Blocks, C)),
         ],
         [1],
@@ -320,8 +334,10 @@ def launches(
     blocks: with routing, the list of blocks of sorted pairs, each a row of the batch and of the result; weights are one stack then
     (`ring.stack_of`), and there is no workspace.
     """
-    spec = plan.spec
-    described = TensorDescriptor.from_tensor(x, [spec.block_m, 64], _x_layout())
+    spec, shape, tokens, ahead = plan.spec, x.shape, None, list[Launch]()
+    if spec.x_bits == 8:
+        x, tokens, weights, ahead = rounding(x, weights, spec)
+    described = TensorDescriptor.from_tensor(x, [spec.block_m, spec.width], _x_layout(spec))
     options = {"launch_pdl": spec.use_pdl, "num_warps": spec.warps, "maxnreg": spec.registers}
-    arguments = (described, partials, semaphores, *x.shape, weights, blocks, spec)
-    return [Launch(linear_large, (plan.programs,), arguments, options)]
+    arguments = (described, tokens, partials, semaphores, *shape, weights, blocks, spec)
+    return [*ahead, Launch(linear_large, (plan.programs,), arguments, options)]

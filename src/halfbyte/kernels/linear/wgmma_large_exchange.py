@@ -14,12 +14,14 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import barrier
 from halfbyte.kernels.linear.operands import halves
+from halfbyte.kernels.linear.ring import place
 from halfbyte.kernels.linear.results import activated, routed_results, row_layout, write_tile
 
 
 @gluon.jit
 def columns_of(v, C: gl.constexpr):
-    """Sums [tile, block_m] as two or four tensors of C.sums columns."""
+    """Sums [tile, block_m] in fp32 as two or four tensors of C.sums columns."""
+    v = v.to(gl.float32)
     if C.block_m == C.sums:
         return (v,)
     elif C.block_m == 2 * C.sums:
@@ -29,8 +31,13 @@ def columns_of(v, C: gl.constexpr):
 
 
 @gluon.jit
-def write_columns(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr):
-    """Sums [tile, C.sums] to y, from `first_row` on."""
+def write_columns(v, tile, first_row, M, weights, Tokens, S: gl.constexpr, C: gl.constexpr):
+    """Sums [tile, C.sums] to y, from `first_row` on. Those of integers have scales of rows (`Weights.factors`) and of tokens."""
+    if C.x_bits == 8:
+        _, _, _, _, scales, _, N, n0 = place(tile, weights, C)
+        n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))
+        m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))
+        v = v * gl.load(scales + n, mask=n < N, other=0.0)[:, None] * gl.load(Tokens + m, mask=m < M, other=0.0)[None, :]
     unit: gl.constexpr = S.unit(C.dtype) / C.unit
     write_tile(v * unit, tile, first_row, M, weights, S, C)
 
@@ -71,7 +78,7 @@ _AWAIT_PARTS = gl.constexpr(
 
 
 @gluon.jit
-def exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, S: gl.constexpr, C: gl.constexpr):
+def exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights, Tokens, S: gl.constexpr, C: gl.constexpr):
     """A part of a tile's sums to the programs that add them up, and the columns that this one adds up to y.
 
     The low half of a tile's semaphore counts programs that have stored what others need, the high half those that need nothing
@@ -109,7 +116,7 @@ def exchange(sums, position, tile, block, work, Partials, Semaphores, M, weights
                 base += C.partial_floats
                 added = gl.load(base + offsets, mask=(offsets >= 0) & (other != program), other=0.0, cache_modifier=".cg")
                 total += gl.where(other == program, mine, added)
-            write_columns(_unflat(total, layout, C), tile, block * C.block_m + i * C.sums, M, weights, S, C)
+            write_columns(_unflat(total, layout, C), tile, block * C.block_m + i * C.sums, M, weights, Tokens, S, C)
     barrier()
     before = gl.atomic_add(Semaphores + position, 1 << 16, sem="acq_rel", scope="gpu")
     if before == (parts << 16) - (1 << 16) + parts:

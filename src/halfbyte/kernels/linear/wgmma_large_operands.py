@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from halfbyte.kernels.common.compat import view
 from halfbyte.kernels.common.layouts import by_pairs
 from halfbyte.kernels.common.scales import to_float
+from halfbyte.kernels.linear.integers import integers, words_of_lanes
 from halfbyte.kernels.linear.operands import dtype_of, halves, scale_layout
 from halfbyte.kernels.linear.wgmma_operands import sums_layout
 
@@ -33,8 +34,11 @@ def operand_layout(C):
 
 @gluon.jit
 def _by_groups(C: gl.constexpr, groups: gl.constexpr):
-    """An operand as [tile, groups, 64 / groups]."""
-    return gl.reshape(gl.full([C.tile, 64], 0, gl.int32, operand_layout(C)), [C.tile, groups, 64 // groups])
+    """An operand as [tile, groups, 64 / groups]; of INT8 its words of codes as [tile, groups, 16 / groups]."""
+    if C.x_bits == 8:
+        return gl.reshape(words_of_lanes(C), [C.tile, groups, 16 // groups])
+    else:
+        return gl.reshape(gl.full([C.tile, 64], 0, gl.int32, operand_layout(C)), [C.tile, groups, 64 // groups])
 
 
 @gluon.jit
@@ -55,7 +59,7 @@ def _ring_layout(S, C):
 @gluon.jit
 def load_words(pool, slot, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """The 32-bit words of 64 k of a slot of codes, [tile, 8]: the word that holds eight k, or the two words."""
-    layout: gl.constexpr = gl.SliceLayout(2, _by_groups(C, 8).type.layout)
+    layout: gl.constexpr = gl.SliceLayout(2, _by_groups(C, gl.constexpr(16 if C.x_bits == 8 else 8)).type.layout)
     words: gl.constexpr = gl.constexpr(S.words(C) // 2)
     shape: gl.constexpr = [C.tile, words]
     codes = view(pool, slot, gl.int32, shape, _ring_layout(S, C))
@@ -107,7 +111,20 @@ def _unpack_asm(S, C):
 
 @gluon.jit
 def packed_operands(words, scale, zero, S: gl.constexpr, C: gl.constexpr):
-    """What 64 k are unpacked from, in pieces of an MMA each: words of `load_words`, scales and zero points [tile, groups]."""
+    """What C.width k are unpacked from, in pieces of an MMA each: words of `load_words`, scales and zero points [tile, groups]."""
+    if C.x_bits == 8:
+        operands = (words[0], scale, zero)
+    else:
+        operands = _halves_of(words, scale, zero, S, C)
+    pieces = ()
+    for i in gl.static_range(gl.constexpr(len(operands))):
+        pieces = pieces + (_pieces(operands[i], C),)
+    return pieces
+
+
+@gluon.jit
+def _halves_of(words, scale, zero, S: gl.constexpr, C: gl.constexpr):
+    """The same [tile, 64] for 16-bit operands."""
     operands = ()
     for i in gl.static_range(gl.constexpr(len(words))):
         operands = operands + (_spread(words[i], C),)
@@ -128,10 +145,7 @@ def packed_operands(words, scale, zero, S: gl.constexpr, C: gl.constexpr):
         operands = operands + (lane * 0x1111, _minus_offsets(zero, S, C))
     if S.group > 0:
         operands = operands + (_spread(_scale_in_16_bits(scale, S, C), C),)
-    pieces = ()
-    for i in gl.static_range(gl.constexpr(len(operands))):
-        pieces = pieces + (_pieces(operands[i], C),)
-    return pieces
+    return operands
 
 
 @gluon.jit
@@ -156,6 +170,15 @@ def unpacked(packed, i: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     operands = ()
     for j in gl.static_range(gl.constexpr(len(packed))):
         operands = operands + (packed[j][i],)
+    if C.x_bits == 8:
+        return integers(*operands, S, C)
+    else:
+        return _numbers(operands, S, C)
+
+
+@gluon.jit
+def _numbers(operands, S: gl.constexpr, C: gl.constexpr):
+    """16-bit operands of `_halves_of` as weights."""
     registers: gl.constexpr = gl.constexpr((5 if S.kind == "unsigned" else 6) + (S.group > 0))
     return by_pairs(_unpack_asm(S, C), 1, gl.constexpr(C.dtype), operands, registers)[0]
 
@@ -216,9 +239,9 @@ def _load_groups(base, n0, rows, k, K, groups: gl.constexpr, layout: gl.constexp
     row = gl.minimum(gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None], rows - 1)
     g = gl.arange(0, groups, layout=gl.SliceLayout(0, layout))[None, :]
     if C.aligned:
-        of_step: gl.constexpr = gl.constexpr(C.step // S.group)
-        width = K // C.step * of_step  # the compiler sees that loads are aligned
-        g += gl.minimum(k // C.step, K // C.step - 1) * of_step
+        loaded: gl.constexpr = gl.constexpr(groups * S.group)
+        width = K // loaded * groups  # the compiler sees that loads are aligned
+        g += gl.minimum(k // loaded, K // loaded - 1) * groups
     else:
         width = K // S.group
         g = gl.minimum(g + k // S.group, width - 1)
@@ -228,11 +251,14 @@ def _load_groups(base, n0, rows, k, K, groups: gl.constexpr, layout: gl.constexp
 @gluon.jit
 def _groups_of_step(base, n0, rows, step, K, S: gl.constexpr, C: gl.constexpr):
     """Numbers of both halves of a step, [tile, groups] each."""
-    groups: gl.constexpr = gl.constexpr(max(1, 64 // S.group))
+    groups: gl.constexpr = gl.constexpr(max(1, C.width // S.group))
     layout: gl.constexpr = gl.SliceLayout(2, _by_groups(C, groups).type.layout)
     if S.group == C.step:
         one = _load_groups(base, n0, rows, step * C.step, K, 1, layout, S, C)
         return one, one
+    elif C.x_bits == 8 and groups > 1:  # lanes of a row need different ones
+        first = _load_groups(base, n0, rows, step * C.step, K, groups, layout, S, C)
+        return first, _load_groups(base, n0, rows, step * C.step + C.width, K, groups, layout, S, C)
     else:
         like = gl.full([C.tile, groups], 0, gl.int32, layout)
         both: gl.constexpr = gl.reshape(gl.permute(gl.join(like, like), [0, 2, 1]), [C.tile, 2 * groups]).type.layout

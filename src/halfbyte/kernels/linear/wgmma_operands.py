@@ -16,8 +16,12 @@ from halfbyte.kernels.linear.unpack import look_up, unpack_in_place, unpack_int8
 
 @gluon.constexpr_function
 def sums_layout(C):
-    """wgmma.m64nNk16: out features are its M axis, 16 for each warp; the batch is its N axis."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps_m, 1], instr_shape=[16, C.block_m, 16])
+    """wgmma.m64nNk16, or k32 of INT8: out features are its M axis, 16 for each warp; the batch is its N axis.
+
+    With INT8 Triton knows N up to 224: two MMAs multiply 256 rows.
+    """
+    columns = C.block_m if C.x_bits == 16 else min(C.block_m, 128)
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps_m, 1], instr_shape=[16, columns, 256 // C.x_bits])
 
 
 @gluon.jit
