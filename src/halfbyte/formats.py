@@ -136,8 +136,8 @@ class Format:
     `tensor_scale`: an additional FP32 scale of the whole tensor (NVFP4); a stack [E, N, K] has one per row, so that gate and up
     projections of each expert keep their own.
     `clip`: the centered fraction of a block's range that codes with a float offset cover; values outside saturate.
-    `rounds_x`: a weight [N, K] times a 16-bit x with `ROUNDED_ROWS` rows or more is a product of integers: x rounded to INT8 per
-    token, the weight to INT8 per out feature, sums exact. On Hopper and CPUs; on other GPUs and for fewer rows x stays as it is.
+    `rounds_x`: a weight [N, K] times a 16-bit x with `ROUNDED_ROWS` rows or more, by Hopper's tuned kernel or on a CPU: x rounded to
+    INT8 per token, the weight to INT8 per out feature, exact sums. Else, and for experts, it is the format without `_a8`.
     """
 
     name: str
@@ -186,6 +186,11 @@ class Format:
         in_groups = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None
         return self.scale.group if in_groups else last  # type: ignore[union-attr, return-value]
 
+    @property
+    def exact(self) -> Format:
+        """The format of the same bytes that leaves x as it is."""
+        return WEIGHT_FORMATS[self.name.removesuffix("_a8")] if self.rounds_x else self
+
     def rounds(self, rows: int, width: int) -> bool:
         """Whether x [rows, width] in 16 bits is rounded, see `rounds_x`."""
         return self.rounds_x and rows >= ROUNDED_ROWS and width <= ROUNDED_WIDTH
@@ -215,15 +220,15 @@ class Format:
         scales that do; else int8_col, which has no groups."""
         if last % self.group_size(last) == 0 and last % self.code.per_byte == 0:
             return self
-        alike = [f for f in map(WEIGHT_FORMATS.__getitem__, self._others_for(last)) if f.scale and f.scale.group]
+        alike = [f for f in map(weight_format, self._others_for(last)) if f.scale and f.scale.group]
         narrower = [f for f in alike if f.scale and self.scale and f.scale.dtype == self.scale.dtype]
         return max(narrower, key=lambda f: f.group_size(last), default=WEIGHT_FORMATS["int8_col"])
 
     def _others_for(self, last: int) -> list[str]:
         """Formats with the same codes that fit a last axis of `last` and any number of tokens."""
-        registry = KV_FORMATS if KV_FORMATS.get(self.name) == self else WEIGHT_FORMATS
-        alike = [f for f in registry.values() if f.code == self.code and f.scale is not None and not f.token_block]
-        return [f.name for f in alike if last % f.group_size(last) == 0]
+        registry = KV_FORMATS if KV_FORMATS.get(self.name) == self else EVERY_WEIGHT_FORMAT
+        alike = [f for f in registry.values() if (f.code, f.rounds_x) == (self.code, self.rounds_x) and f.scale]
+        return [f.name for f in alike if not f.token_block and last % f.group_size(last) == 0]
 
     def codes_shape(self, shape: Shape) -> Shape:
         """Shape of the stored codes of a tensor of shape `shape`."""
@@ -279,10 +284,6 @@ def _weight(name: str, code: Code, group: int | None) -> Format:
     return Format(name, code, Scale("f16", granularity, group), "int" if code is INT4 else "none")
 
 
-def _rounding_x(fmt: Format) -> Format:
-    return replace(fmt, name=f"{fmt.name}_a8", rounds_x=True)
-
-
 def _registry(formats: Iterable[Format]) -> dict[str, Format]:
     return {f.name: f for f in formats}
 
@@ -316,8 +317,6 @@ WEIGHT_FORMATS: dict[str, Format] = _registry(
     [
         *(_weight(f"int4_{g}", INT4, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
         *(_weight(f"int4_sym_{g}", INT4_SYM, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
-        *(_rounding_x(_weight(f"int4_{g}", code, n)) for g, code, n in (("g32", INT4, 32), ("g64", INT4, 64), ("g128", INT4, 128))),
-        _rounding_x(_weight("int4_sym_g128", INT4_SYM, 128)),
         # For checkpoints whose scales fp16 cannot hold exactly; wider groups repeat their scale.
         Format("int4_g32_fp32", INT4, Scale("f32", "group", 32), "int"),
         Format("int4_sym_g32_fp32", INT4_SYM, Scale("f32", "group", 32)),
@@ -330,6 +329,11 @@ WEIGHT_FORMATS: dict[str, Format] = _registry(
         Format("nvfp4", E2M1, Scale("e4m3", "group", 16), tensor_scale=True),
     ]
 )
+
+
+_IN_GROUPS = [f"int4_{kind}g{group}" for kind in ("", "sym_") for group in (32, 64, 128)]
+#: These and those that round x to INT8, asked for by name only: `int4_g128_a8`.
+EVERY_WEIGHT_FORMAT = WEIGHT_FORMATS | _registry(replace(WEIGHT_FORMATS[n], name=f"{n}_a8", rounds_x=True) for n in _IN_GROUPS)
 
 
 #: Unquantized formats that attention reads, such as the exact keys of a prompt that was just computed.
@@ -375,7 +379,7 @@ def value_format(name: str | Format, argument: str = "values") -> Format:
 
 def weight_format(name: str | Format, argument: str = "weights") -> Format:
     """The format of this name for weights."""
-    return _lookup(WEIGHT_FORMATS, name, argument)
+    return _lookup(EVERY_WEIGHT_FORMAT, name, argument)
 
 
 def check_window(sink_tokens: int, recent_tokens: int, keys: Format, values: Format, capacity: int = 2**31 - 1) -> None:

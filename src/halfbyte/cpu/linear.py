@@ -26,6 +26,7 @@ from halfbyte.cpu.threads import compiler_works, over_rows
 from halfbyte.device import SPINNING
 from halfbyte.formats import Code, Format
 from halfbyte.reference.dequantize import block_scales, expert_scales, plain_scales
+from halfbyte.reference.linear import rounded_weight, rounded_x, rounds
 from halfbyte.tensors import QuantTensor
 
 #: Numbers in one block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator. torch's GEMM of bf16
@@ -67,6 +68,8 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     """x [..., K] times the rows of `weight` [N, K], plus bias [N]: [..., N] in x's dtype."""
     features, width = weight.shape
     rows = x.reshape(x.shape[:-1].numel(), width)  # [M, K]; either may be 0
+    if rounds(x, weight):
+        return _plus(_product_of_integers(rows, weight), bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
     if _fits_tiles(rows, features, weight.format.code):
         return by_tiles(x, tile_rows(x), weight, bias)
     if not _multiplies_bf16(rows, bias):
@@ -74,6 +77,17 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     if weight.perm is not None:
         rows = rows.index_select(1, weight.perm)  # the columns of x in the order of the stored ones
     return product(rows, weight, bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
+
+
+def _product_of_integers(rows: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
+    """[N, M] in fp32 of x [M, K] and a weight that are rounded, a block of the weight's rows at a time."""
+    (c, token), y = rounded_x(rows), rows.new_empty(weight.shape[0], len(rows), dtype=torch.float32)
+    columns, step = c.float().mT, max(1, BLOCK // weight.shape[1])
+    for lo in range(0, len(y), step):
+        parts = {name: part if name == "perm" else part[lo : lo + step] for name, part in weight.parts().items()}
+        d, row = rounded_weight(QuantTensor(weight.format, (len(parts["codes"]), weight.shape[1]), **parts))
+        torch.mm(d.float(), columns, out=y[lo : lo + step]).mul_(row.unsqueeze(-1))
+    return y.mul_(token)
 
 
 def in_tiles(x: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.adapters import OWN
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.formats import EVERY_WEIGHT_FORMAT
 from halfbyte.nn import NoTensor, QuantLinear
 
 
@@ -148,9 +148,9 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if not isinstance(self.modules, dict):
             raise CheckpointError(f"quantization_config has modules of type {type(self.modules).__name__}; expected name -> format")
         for name, fmt in self.modules.items():
-            if not isinstance(name, str) or not isinstance(fmt, str) or fmt not in WEIGHT_FORMATS:
+            if not isinstance(name, str) or not isinstance(fmt, str) or fmt not in EVERY_WEIGHT_FORMAT:
                 raise CheckpointError(
-                    f"quantization_config gives {name!r} the format {fmt!r}; known are {', '.join(WEIGHT_FORMATS)}"
+                    f"quantization_config gives {name!r} the format {fmt!r}; known are {', '.join(EVERY_WEIGHT_FORMAT)}"
                 )
         if not isinstance(self.act_order, list | tuple) or not all(
             isinstance(n, str) and n in self.modules for n in self.act_order

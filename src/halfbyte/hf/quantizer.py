@@ -21,7 +21,7 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 from halfbyte.checkpoints.adapters import NOTICE, OWN, STOP
 from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.formats import WEIGHT_FORMATS, weight_format
+from halfbyte.formats import weight_format
 from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.mixtures import SortedExperts, use_experts
 from halfbyte.hf.model_support import ranks_of
@@ -163,7 +163,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, target in weights.items():
             if name in config.modules:
                 if target not in layers:
-                    layers[target] = target.empty(WEIGHT_FORMATS[config.modules[name]], name in config.act_order)
+                    layers[target] = target.empty(weight_format(config.modules[name]), name in config.act_order)
                 replace(model, name, layers[target])
         stops = {rf"^{re.escape(name)}$" for name, info in (infos or {}).items() if info.shape == STOP}
         ignore = model._keys_to_ignore_on_load_unexpected  # a set; in older versions of transformers a list or None
@@ -192,7 +192,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def _check_named(self, name: str, known: dict[str, Target], infos: dict[str, TensorInfo] | None) -> None:
         """Raise unless a name of `modules` is a weight of the model that fits its format and lies in the files."""
         config: HalfbyteConfig = self.quantization_config
-        target, fmt = known.get(name), WEIGHT_FORMATS[config.modules[name]]
+        target, fmt = known.get(name), weight_format(config.modules[name])
         if target is None and any(other.endswith(f".{name}") for other in known):
             raise Unsupported(f"the folder holds a base model, without the layers around {name!r}; load it with AutoModel")
         if target is None:

@@ -71,9 +71,10 @@ class GemmPlan:
         partials = f"{4 * self.floats / 1e6:.2f} MB at most; {reducer}, in fixed order"
         if self.owner_reduces:
             partials = f"{4 * self.counters / 1e6:.2f} MB; the program that begins a tile reduces, in fixed order"
+        rounding = "; one ahead rounds x to INT8" if isinstance(spec, WgmmaSpec) and spec.x_bits == 8 else ""
         ring = f"{spec.stages} stages of {spec.k_slices * spec.chunk} of K"
         return {
-            "kernel": f"gluon (tuned); {spec.launches}",
+            "kernel": f"gluon (tuned); {spec.launches}{rounding}",
             "tile": f"{spec.tile} output channels by {spec.block_m} of M (M = {m}){blocks}; {spec.warps} warps",
             "ring": f"{ring}, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
             "programs": f"{self.programs}, {self.programs_per_sm} per multiprocessor",

@@ -38,7 +38,7 @@ class DamagedPlans(HalfbyteError, ValueError):
 def key_of(p: GemmProblem) -> str:
     """The fields of a problem, with M rounded up as the kernels do, as one line of JSON."""
     rows = padded(p.rows) if p.rows <= _BLOCK_ROWS else -(-p.rows // _BLOCK_ROWS) * _BLOCK_ROWS
-    weights = [(fmt.name, n) for fmt, n in p.weights]
+    weights = [((fmt if p.rounds_x else fmt.exact).name, n) for fmt, n in p.weights]
     return json.dumps({"op": "linear", "weights": weights, "rows": rows, "width": p.width, "half": p.half}, sort_keys=True)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Format, weight_format
+from halfbyte.formats import E4M3, EVERY_WEIGHT_FORMAT, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Format, weight_format
 from halfbyte.reference.codes import encode_unit, nearest_values, sorted_table, to_grid
 from halfbyte.reference.dequantize import dynamic_map, over_elements, plain_scales, values_of
 from halfbyte.reference.error_feedback import check_hessian, error_feedback
@@ -72,7 +72,7 @@ def quantize(
         raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantizes keys or values [B, H, T, D]")
     check_clip(clip, fmt)
     if hessian is not None:
-        is_matrix = x.ndim == 2 and WEIGHT_FORMATS.get(fmt.name) == fmt
+        is_matrix = x.ndim == 2 and EVERY_WEIGHT_FORMAT.get(fmt.name) == fmt
         check(is_matrix, f"hessian is for a weight [N, K] and its formats; x has {x.ndim} axes, and {fmt.name} was named")
         check_hessian(hessian, x.shape[1])
     tensor_scale = None if scale is None else fixed_scale(scale, fmt, x.device)
@@ -132,7 +132,7 @@ def fixed_scale(scale: float | torch.Tensor, fmt: Format, device: torch.device |
 def check_clip(clip: str | None, fmt: Format) -> None:
     """Raise unless `clip` is None, or "search" with a weight format."""
     check(clip in (None, "search"), f"clip={clip!r}; expected None, or 'search' for the range with the least squared error")
-    weight = WEIGHT_FORMATS.get(fmt.name) == fmt
+    weight = EVERY_WEIGHT_FORMAT.get(fmt.name) == fmt
     check(clip is None or weight, f"clip={clip!r} searches the range of weights; {fmt.name} is a format of keys and values")
 
 

@@ -49,7 +49,8 @@ def _asm():
     """$0, $1: integers of codes 0, 1, 4, 5 and 2, 3, 6, 7 of $2; $3, $4: -1024 - zero and -64 - zero; $5: the ratio, all twice."""
     lines = ["{ .reg .b32 a, b, c, d, s, m; shr.u32 s, $2, 8; mov.b32 m, 0x66006600;"]
     for low, high, word in (("a", "b", "$2"), ("c", "d", "s")):
-        lines.append(f"lop3.b32 {low}, {word}, 0x000F000F, 0x64006400, 0xEA; lop3.b32 {high}, {word}, 0x00F000F0, 0x64006400, 0xEA;")
+        lines.append(f"lop3.b32 {low}, {word}, 0x000F000F, 0x64006400, 0xEA;")
+        lines.append(f"lop3.b32 {high}, {word}, 0x00F000F0, 0x64006400, 0xEA;")
         lines.append(f"add.f16x2 {low}, {low}, $3; fma.rn.f16x2 {low}, {low}, $5, m;")
         lines.append(f"{{ .reg .b32 u; mov.b32 u, 0x2C002C00; fma.rn.f16x2 {high}, {high}, u, $4; }}")
         lines.append(f"fma.rn.f16x2 {high}, {high}, $5, m;")

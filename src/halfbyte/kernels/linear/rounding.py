@@ -64,7 +64,8 @@ def _round_token(X, Y, Tokens, m, K, x_stride, BLOCK: gl.constexpr, WARPS: gl.co
     k = gl.arange(0, BLOCK, layout=_row_layout(BLOCK, WARPS, False))
     x = gl.load(X + m.to(gl.int64) * x_stride + k, mask=k < K, other=0.0).to(gl.float32)
     inverse, token = _scale(gl.max(_magnitude(x), axis=0))
-    c = gl.fma(x, inverse + gl.zeros_like(x), gl.full([BLOCK], 12582912.0, gl.float32, x.type.layout))  # 1.5 * 2^23: its last bit is 1
+    # 1.5 * 2^23: a number of that size has no fraction, and its last byte is that of the nearest integer.
+    c = gl.fma(x, inverse + gl.zeros_like(x), gl.full([BLOCK], 12582912.0, gl.float32, x.type.layout))
     c = gl.reshape(c.to(gl.int32, bitcast=True).to(gl.int8), [BLOCK // 128, 4, 4, 2, 2, 2])
     c = gl.reshape(gl.permute(c, [0, 2, 4, 1, 3, 5]), [BLOCK])
     c = gl.convert_layout(c, _row_layout(BLOCK, WARPS, True), assert_trivial=True)
@@ -75,7 +76,9 @@ def _round_token(X, Y, Tokens, m, K, x_stride, BLOCK: gl.constexpr, WARPS: gl.co
 
 
 @gluon.jit
-def _round_rows(scales, zeros, ratios, rows, first, N, G, S: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr):
+def _round_rows(
+    scales, zeros, ratios, rows, first, N, G, S: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr
+):
     """Scales of rows of a weight, from `first` on."""
     layout: gl.constexpr = _scale_layout(GROUPS, W)
     n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))

@@ -29,10 +29,10 @@ from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.linear.async_copy import _copy_asm, make_pool
 from halfbyte.kernels.linear.operands import dtype_of
 from halfbyte.kernels.linear.ring import Weights
+from halfbyte.kernels.linear.rounding import rounding
 from halfbyte.kernels.linear.sync import _await_asm, check_addresses, commit, thread_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_large_exchange import columns_of, exchange, write_columns, write_sorted
-from halfbyte.kernels.linear.rounding import rounding
 from halfbyte.kernels.linear.wgmma_large_operands import load_scales, load_words, packed_operands, unpacked
 from halfbyte.kernels.linear.wgmma_large_work import advance, first_row, tile_at, weight_of, work_of
 from halfbyte.kernels.linear.wgmma_operands import sums_layout

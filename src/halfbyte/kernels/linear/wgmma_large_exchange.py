@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import barrier
 from halfbyte.kernels.linear.operands import halves
-from halfbyte.kernels.linear.ring import place
 from halfbyte.kernels.linear.results import activated, routed_results, row_layout, write_tile
+from halfbyte.kernels.linear.ring import place
 
 
 @gluon.jit

@@ -112,10 +112,7 @@ def _unpack_asm(S, C):
 @gluon.jit
 def packed_operands(words, scale, zero, S: gl.constexpr, C: gl.constexpr):
     """What C.width k are unpacked from, in pieces of an MMA each: words of `load_words`, scales and zero points [tile, groups]."""
-    if C.x_bits == 8:
-        operands = (words[0], scale, zero)
-    else:
-        operands = _halves_of(words, scale, zero, S, C)
+    operands = (words[0], scale, zero) if C.x_bits == 8 else _halves_of(words, scale, zero, S, C)
     pieces = ()
     for i in gl.static_range(gl.constexpr(len(operands))):
         pieces = pieces + (_pieces(operands[i], C),)
