@@ -18,7 +18,7 @@ from accuracy import linear_accuracy, products
 from gpu.gpu_gemms import Case, build
 from halfbyte.cpu import codes, threads
 from halfbyte.cpu import linear as cpu
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Code
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Code, weight_format
 from halfbyte.packing import pack_codes
 from halfbyte.reference import linear as reference
 from halfbyte.reference.dequantize import decode_unit
@@ -105,6 +105,43 @@ def test_act_order(name: str) -> None:
         y = level.linear(inputs(5, 256), weight, None)
         torch.testing.assert_close(y, inputs(5, 256) @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
     assert torch.equal(weight.dequantize()[:, perm], stored.dequantize())
+
+
+@pytest.mark.parametrize("name", ["int4_g128_a8", "int4_sym_g32_a8"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_many_rows_of_x_are_rounded_where_a_format_says_so(name: str, act_order: bool) -> None:
+    """Scales and integers computed here, number by number, in float64."""
+    x, stored = inputs(512, 256, dtype=torch.bfloat16), weight_of(name, 37, 256)
+    weight = in_act_order(stored) if act_order else stored
+    exact = QuantTensor(weight_format(name).exact, weight.shape, **weight.parts())
+    values = exact.dequantize(torch.float64)
+    zeros = torch.full_like(stored.scales, 8) if stored.offsets is None else stored.offsets
+    row = (stored.scales.double() * torch.maximum(zeros, 15 - zeros)).amax(-1, keepdim=True) / 127
+    token = x.double().abs().amax(-1, keepdim=True) / 127
+    truth = (x.double() / token).round() * token @ ((values / row).round() * row).T
+    for level in (cpu, reference):
+        y = level.linear(x, weight, None)
+        # A ratio of scales is rounded to fp16, and another integer than here is one of few thousand.
+        assert (y.double() - truth).norm() <= 4e-3 * truth.norm()
+        assert (y.double() - x.double() @ values.T).norm() >= 6e-3 * y.double().norm()
+        for few in (x[:511], x.float()):
+            assert torch.equal(level.linear(few, weight, None), level.linear(few, exact, None))
+
+
+def test_rows_and_scales_that_are_not_finite_stay_where_they_are() -> None:
+    x, weight = inputs(512, 256, dtype=torch.bfloat16), weight_of("int4_g128_a8", 37, 256)
+    expected = cpu.linear(x, weight, None)
+    x[3], x[5, 7], x[6, 200] = 0, torch.nan, torch.inf
+    weight.scales[2, 1] = torch.inf
+    for level in (cpu, reference):
+        y = level.linear(x, weight, None)
+        lost = y.isnan()
+        assert lost[[5, 6]].all()
+        assert lost[:, 2].all()
+        assert int(lost.sum()) == 2 * 37 + 510
+        others = [m for m in range(512) if m not in (3, 5, 6)]
+        torch.testing.assert_close(y[others][:, 3:], expected[others][:, 3:], rtol=2**-7, atol=1e-6)
+        assert not y[3, 3:].any()
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=str)

@@ -16,6 +16,7 @@ from halfbyte.formats import (
     BNB_FP4,
     E2M1,
     E4M3,
+    EVERY_WEIGHT_FORMAT,
     FP16,
     INT2,
     INT4,
@@ -398,6 +399,20 @@ def test_a_shape_that_does_not_fit_is_refused_with_what_would(name: str, shape: 
         KV_FORMATS[name].check_shape(shape, "k")
 
 
+def test_formats_that_round_x_are_those_of_integers_in_groups_byte_for_byte() -> None:
+    found = {name: fmt for name, fmt in EVERY_WEIGHT_FORMAT.items() if name not in WEIGHT_FORMATS}
+    assert set(found) == {f"int4_{kind}g{group}_a8" for kind in ("", "sym_") for group in (32, 64, 128)}
+    for name, fmt in found.items():
+        exact = WEIGHT_FORMATS[name.removesuffix("_a8")]
+        assert weight_format(name) is fmt
+        assert fmt.exact is exact
+        assert expected_parts(fmt, (8, 256)) == expected_parts(exact, (8, 256))
+        assert [fmt.rounds(rows, 2**17) for rows in (1, 511, 512)] == [False, False, True]
+        assert not fmt.rounds(512, 2**17 + 128)
+        assert not exact.rounds(4096, 4096)
+    assert 127 * 127 * 2**17 < 2**31
+
+
 @pytest.mark.parametrize("lookup", [key_format, value_format, weight_format])
 @pytest.mark.parametrize("name", ["int5", "", "INT8", None, 3, ["int8"]])
 def test_an_unknown_name_is_refused_with_those_that_exist(lookup: object, name: object) -> None:
@@ -443,6 +458,8 @@ def test_there_is_no_table_of_a_sixteen_bit_code() -> None:
         ("nf4", 96, "int8_col"),
         ("int4_col", 33, "int8_col"),
         ("int8_col", 33, "int8_col"),
+        ("int4_g128_a8", 576, "int4_g64_a8"),
+        ("int4_sym_g128_a8", 48, "int8_col"),
     ],
 )
 def test_the_nearest_format_that_divides_an_axis(name: str, last: int, nearest: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte import quantize
 from halfbyte.device import H200
-from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.formats import WEIGHT_FORMATS, weight_format
 from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
@@ -20,6 +20,7 @@ from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_spec import MmaSpec, WgmmaSpec
 from halfbyte.plans.gemm_wgmma import wgmma_plan
+from halfbyte.plans.tuning_cache import key_of
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES
 
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
@@ -162,6 +163,24 @@ def test_scales_two_bytes_off_a_multiple_of_four() -> None:
     assert (scales.odd_scales, scales.scales_per_copy, scales.scale_stride(False)) == (True, 4, 36)
     assert (zeros.odd_scales, zeros.odd_zeros, zeros.zeros_per_copy, zeros.scale_stride(True)) == (False, True, 4, 12)
     assert not tuned("mxfp4", 4096, 4096).spec.odd_scales
+
+
+def test_x_is_rounded_where_all_formats_say_so_and_rows_are_many() -> None:
+    def bits(*names: str, rows: int = 2048, width: int = 4096) -> int:
+        plan = tuned_gemm(
+            GemmProblem(tuple((weight_format(name), 4096) for name in names), rows, width, "bf16"), H200, use_pdl=True
+        )
+        assert isinstance(plan, GemmPlan)
+        assert not isinstance(plan.spec, MmaSpec)
+        return plan.spec.x_bits
+
+    assert bits("int4_g128_a8") == bits("int4_sym_g32_a8", "int4_sym_g32_a8") == bits("int4_g64_a8", rows=512) == 8
+    assert bits("int4_g64_a8", rows=511) == bits("int4_g64_a8", rows=17) == bits("int4_g64_a8", width=2**17 + 64) == 16
+    assert bits("int4_g128") == 16
+    few, same = (GemmProblem(((weight_format(name), 4096),), 16, 4096, "bf16") for name in ("int4_g128_a8", "int4_g128"))
+    assert tuned_gemm(few, H200, use_pdl=True) == tuned_gemm(same, H200, use_pdl=True)
+    assert key_of(few) == key_of(same)
+    assert "different formats" in str(tuned_gemm(few._replace(weights=few.weights + same.weights), H200, use_pdl=True))
 
 
 def test_formats_are_not_mixed_and_old_gpus_refused() -> None:

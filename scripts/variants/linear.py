@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from halfbyte.device import GPU, H200, Capability
-from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.formats import WEIGHT_FORMATS, weight_format
 from halfbyte.kernels.compiling import (
     CAPABILITIES,
     Configuration,
@@ -109,6 +109,10 @@ _LARGE_M = (
     ("nf4", 128, (2304,), 768, "bias"),
     ("int8_col", 64, (4096,), 4096, "fp16"),
     ("int8_g128", 128, (28672,), 4096, ""),
+    ("int4_g128_a8", 2048, (8192,), 8192, ""),  # x in INT8 from here on
+    ("int4_g64_a8", 512, (4096,), 4096, "fp16"),
+    ("int4_sym_g128_a8", 1024, (4096, 1024, 1024), 4096, "bias"),
+    ("int4_g32_a8", 512, (2880,), 2880, ""),
 )
 #: (format, M, N of each, K, options, epilogue) in a decoder block; the largest of each shape of tile.
 _EPILOGUES = (
@@ -170,7 +174,7 @@ def _tuned(name: str, m: int, features: tuple[int, ...], k: int, options: str, c
 
 
 def _problem(name: str, m: int, features: tuple[int, ...], k: int, options: str) -> GemmProblem:
-    return GemmProblem(tuple((WEIGHT_FORMATS[name], n) for n in features), m, k, "fp16" if "fp16" in options else "bf16")
+    return GemmProblem(tuple((weight_format(name), n) for n in features), m, k, "fp16" if "fp16" in options else "bf16")
 
 
 def _with_epilogue(

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 Granularity = Literal["tensor", "token", "head", "group", "channel", "out_channel"]
 
 #: M from which on, and K up to which, weight formats with `rounds_x` round x to INT8: sums have 32 bits.
-ROUNDED_ROWS, ROUNDED_WIDTH = 256, 2**17
+ROUNDED_ROWS, ROUNDED_WIDTH = 512, 2**17
 
 #: Lower bound of fp16 scales: the smallest positive fp16 number, so that no block divides by zero.
 MIN_SCALE = 2.0**-24
@@ -136,8 +136,8 @@ class Format:
     `tensor_scale`: an additional FP32 scale of the whole tensor (NVFP4); a stack [E, N, K] has one per row, so that gate and up
     projections of each expert keep their own.
     `clip`: the centered fraction of a block's range that codes with a float offset cover; values outside saturate.
-    `rounds_x`: a weight [N, K] times a 16-bit x with `ROUNDED_ROWS` rows or more, by Hopper's tuned kernel or on a CPU: x rounded to
-    INT8 per token, the weight to INT8 per out feature, exact sums. Else, and for experts, it is the format without `_a8`.
+    `rounds_x`: a 16-bit x of `ROUNDED_ROWS` rows or more, by Hopper's tuned kernel or on a CPU, is rounded to INT8 per token, the
+    weight [N, K] to INT8 per out feature, which puts y off by about 1 %; else, and for experts, as the format without `_a8`.
     """
 
     name: str

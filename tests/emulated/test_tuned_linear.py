@@ -12,6 +12,7 @@ from gpu_cases import same_bits
 
 import halfbyte as hb
 from accuracy import check_product
+from halfbyte import formats
 from halfbyte.device import GPU
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import launch_cache
@@ -92,12 +93,17 @@ CASES = (
     Product("nvfp4", 65, (136,), 512, num_sms=2),
     Product("int8_col", 100, (128,), 2048, torch.float16, bias=True, num_sms=4),
     Product("mxfp4", 70, (72, 64), 800, num_sms=3),
+    Product("int4_g128_a8", 257, (130,), 640),  # x in INT8 from here on
+    Product("int4_g64_a8", 300, (40, 64), 448, torch.float16, bias=True),
+    Product("int4_sym_g128_a8", 256, (128,), 2048, num_sms=4),
+    Product("int4_g32_a8", 256, (72,), 1056, num_sms=1),
 )
 
 
 @pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.weight}-{c.rows}x{','.join(map(str, c.features))}x{c.width}")
-def test_products_keep_their_promise(case: Product) -> None:
+def test_products_keep_their_promise(case: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "ROUNDED_ROWS", 256)
     rng = torch.Generator().manual_seed(case.rows)
     x = torch.randn(case.rows, case.width, generator=rng).to(case.dtype)
     weights = [hb.quantize(torch.randn(n, case.width, generator=rng) * 0.1, case.weight) for n in case.features]
@@ -111,6 +117,24 @@ def test_products_keep_their_promise(case: Product) -> None:
         check_product(out, x, weight, bias)
     again = multiply(x, weights, biases, ORDERS[1], case.num_sms, True, capability=case.capability, kernel=case.kernel)
     assert all(map(same_bits, outs, again))
+
+
+def test_rows_that_are_not_finite_harm_no_other_row_of_x_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "ROUNDED_ROWS", 256)
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[3], x[5, 7], x[6, 200], x[8, 1], x[9] = 0, float("nan"), float("inf"), 3e38, 1e-38
+    weight = hb.quantize(torch.randn(40, 256, generator=torch.Generator().manual_seed(1)), "int4_g64_a8")
+    weight.scales[2, 1] = float("nan")
+    (out,) = multiply(x, [weight], [None], ORDERS[0])
+    reference = hb.linear(x, weight, impl="reference")
+    assert torch.equal(out.isnan(), reference.isnan())
+    assert out[[5, 6]].isnan().all()
+    assert out[:, 2].isnan().all()
+    fine = [n for n in range(40) if n != 2]
+    assert not out[3, fine].any()
+    assert not out[9, fine].any(), "below 2^-107 all is zero"
+    rows = [m for m in range(256) if m not in (3, 5, 6, 9)]
+    torch.testing.assert_close(out[rows][:, fine], reference[rows][:, fine], rtol=2**-7, atol=0)
 
 
 def test_owners_of_split_tiles_leave_zeros_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,4 +178,4 @@ def test_rings_of_equal_parts_keep_it_too(case: Product, monkeypatch: pytest.Mon
     assert isinstance(plan.spec, MmaSpec)
     assert plan.spec.code_parts == 2
     assert plan.spec.table_parts == 2
-    test_products_keep_their_promise(case)
+    test_products_keep_their_promise(case, monkeypatch)

@@ -63,7 +63,7 @@ def test_settings_of_a_cache_over_weights_in_16_bits(prompt, tmp_path, family):
     assert any(isinstance(m, QuantLinear) for m in hf.load(folder, "nf4").modules())
 
 
-@pytest.mark.parametrize("fmt", sorted(WEIGHT_FORMATS))
+@pytest.mark.parametrize("fmt", [*sorted(WEIGHT_FORMATS), "int4_g64_a8"])
 def test_every_format(tmp_path, fmt):
     torch.manual_seed(1)
     config = tf.Qwen2Config(**{**LLAMA, "hidden_size": 128})

@@ -19,8 +19,9 @@ FEWEST_ROWS, _ROWS_OF_SHORT_TILES, _SHORT_STEPS = 33, 64, {True: 8, False: 20}
 #: Measured on an H200.
 _STEP_COST = {True: {64: 0.96, 128: 1.05, 256: 1.3}, False: {64: 0.72, 128: 0.84, 256: 1.25}}
 _PART_COST = {64: 1.35, 128: 1.35, 256: 1.95}
-#: The same of steps with x in INT8, of twice the K: predicted.
-_INT8_STEP_COST = {128: 1.0, 256: 1.5}
+#: The same of steps with x in INT8, of twice the K; with 128 batch rows they are half as fast. And slots of the ring of codes from
+#: the M on that follows: fewer are 1 to 5 % faster there, and slower below.
+_INT8_STEP_COST, _INT8_CODE_STAGES, _INT8_LONG = {256: 1.6}, 4, 1024
 #: The fewest steps of a part of a tile; slots of the ring of codes, which come from far: with 8 of 64 k no room is left for the
 #: mbarriers. The K from which on slots of 64 k are faster than of 128 for 4-bit integers, as measured on an H200.
 _FEWEST_STEPS, _CODE_STAGES, _LONG = 4, 7, 8192
@@ -164,6 +165,7 @@ def _staged(
     kind = weights[0].kind
     short = kind == "table" or (kind == "unsigned" and (p.width < _LONG or tile == 256))
     chunk, stages = 128 if x_bits == 8 or (block_m < 256 and short) else 64, _CODE_STAGES if tile == 128 else 5
+    stages = _INT8_CODE_STAGES if x_bits == 8 and p.rows >= _INT8_LONG else stages
     shape = LargeSpec(weights, p.half, block_m, chunk, stages, 1, use_pdl, tile, x_bits=x_bits, x_stages=3)
     shape = replace(shape, whole_tiles=all(n % shape.tile == 0 for n in p.features), aligned=p.width % shape.step == 0)
     fits = [s for n in range(3, 9) if (s := replace(shape, x_stages=n)).shared_bytes + BLOCK_BYTES <= sm_shared_memory((9, 0))]
