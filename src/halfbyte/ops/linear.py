@@ -58,6 +58,8 @@ def linear(
 
     x              fp16, bf16, fp32 or float64, any strides; float64 is computed in float64, all else in fp32. fp32 and float64 have
                    no kernel: on a GPU they run blocked torch code, which dequantizes the whole weight in each call
+    weight         of 4-bit integers in groups named `_a8`, such as "int4_g128_a8": the same bytes, but from 512 rows of a 16-bit x
+                   on both are rounded to INT8, by "cpu", "reference" and on Hopper by "gluon", which puts results off by about 1 %
     row_invariant  each of the M rows has the same bits alone and in any batch. On a GPU this takes a fixed split of K; `cpu` and
                    `reference` compute row by row
     impl           "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: M up to 16, on Hopper any) and "triton" (portable);
