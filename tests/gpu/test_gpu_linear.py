@@ -19,6 +19,7 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.device import H200
 from halfbyte.errors import Unsupported
+from halfbyte.formats import EVERY_WEIGHT_FORMAT
 from halfbyte.ops._linear_on_gpu import LINEAR, expands, plan_of
 from halfbyte.plans.gemm_mma import mma_plan
 from halfbyte.plans.gemm_plan import GemmPlan
@@ -63,6 +64,28 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {case.layout for case in CASES} == set(LAYOUTS)
     assert {True, False} == {case.act_order for case in CASES} == {case.bias for case in CASES}
     assert {1, 3} == {len(case.formats) for case in CASES}
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_WEIGHT_FORMAT if name not in FORMATS])
+def test_x_in_int8(name: str) -> None:
+    """By Hopper's tuned kernel; a dry run takes the CPU's level."""
+    if not PLACE.dry and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("x stays in 16 bits")
+    impl, rng = "cpu" if PLACE.dry else "gluon", torch.Generator().manual_seed(0)
+    for rows, features, width, dtype in (
+        (520, 130, 1152, torch.bfloat16),
+        (PLACE.size(2047, 519), PLACE.size(4104, 40), PLACE.size(4096, 256), torch.float16),
+    ):
+        x = torch.randn(rows, width, generator=rng).to(PLACE.device, dtype)
+        x[3], x[5, 7], x[6, 100] = 0, torch.nan, torch.inf
+        weight = hb.quantize(torch.randn(features, width, generator=rng), name).to(PLACE.device)
+        with poisoned():
+            out, again = (hb.linear(x, weight, impl=impl) for _ in range(2))
+        assert same_bits(out, again)
+        assert not out[3].any()
+        assert out[[5, 6]].isnan().all()
+        others = torch.arange(rows, device=x.device) > 6
+        check_product(out[others], x[others], weight)
 
 
 #: Each kind of code and scale; few rows (K split), many (large tiles), three weights at once.
