@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
 
 import halfbyte.hf as hf
 from halfbyte import cli
@@ -18,6 +18,7 @@ from halfbyte.hf.model_support import half_type
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.nn import QuantLayer
 from halfbyte_lab import model_step
+from halfbyte_lab.model_sizes import of_sizes
 from halfbyte_lab.model_step import (
     PACKED,
     PLAIN,
@@ -25,13 +26,14 @@ from halfbyte_lab.model_step import (
     Formats,
     Part,
     Steps,
+    Used,
     Way,
-    bytes_read,
+    bytes_moved,
     load,
-    of_sizes,
     parts_of,
     short_name,
     timed,
+    used,
 )
 
 FORMATS = Formats("int4_g64", "int8", "int4_g32")
@@ -148,13 +150,13 @@ def test_bytes_of_a_step() -> None:
     config = model.config
     head = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * head
-    assert bytes_read(model, steps, "bf16", "bf16", 2) == weights - lookup + 3 * 64 * token * 4
-    assert bytes_read(model, steps, "bf16", "bf16") == weights - lookup + 3 * 64 * token * 2
+    assert bytes_moved(model, steps, "bf16", "bf16", Used(0, {}), 2) == weights - lookup + 3 * 64 * token * 4
+    assert bytes_moved(model, steps, "bf16", "bf16", Used(10, {})) == 20 + weights - lookup + 3 * 64 * token * 2
 
 
 @pytest.mark.parametrize("weights", [None, "int8_col"])
 def test_bytes_of_a_step_of_a_mixture_with_windows(weights: str | None) -> None:
-    """Of 4 experts a token uses 2, so 2 sequences use 3 of them on average; two of four layers see 32 tokens."""
+    """Experts that no token of a step was routed to are not read; two of four layers see 32 tokens."""
     kinds = ["sliding_attention", "full_attention"] * 2
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = GptOssConfig(
@@ -167,12 +169,45 @@ def test_bytes_of_a_step_of_a_mixture_with_windows(weights: str | None) -> None:
         **sizes,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for layer, chosen in zip(model.model.layers, ([9, 9, 0, 0], [0, 9, 0, 9], [9, 0, 9, 0], [0, 0, 9, 9]), strict=True):
+        layer.mlp.router.weight.data.zero_()
+        layer.mlp.router.bias.data = torch.tensor(chosen, dtype=torch.bfloat16)  # every token takes the same two experts
+    way = PLAIN if weights is None else PACKED[0]
     if weights is not None:
-        hf.quantize(model, weights=weights)
+        hf.quantize(model, weights=weights, keys="int8", values="int8")
     whole = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - 96 * 64 * 2
     experts = 4 * 4 * 3 * 64 * (64 * 2 if weights is None else 64) + (0 if weights is None else 4 * 4 * 3 * 64 * 2)
-    cache = 2 * 2 * (32 + 128) * 2 * (2 * 32 * 2)
-    assert bytes_read(model, Steps(2, 128, 2), "bf16", "bf16") == whole - experts // 4 + cache
+    cache, steps = 2 * 2 * (32 + 128) * 2 * (2 * 32 * 2), Steps(2, 128, 2)
+    use = used(model, steps, way)
+    assert use.states == 0
+    assert [*use.experts.values()] == [0.5] * 4
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert bytes_moved(model, steps, "bf16", "bf16", use) == whole - experts // 2 + cache
+    unknown = Used(0, {})  # used equally often, 2 sequences use 3 of 4 experts
+    assert bytes_moved(model, steps, "bf16", "bf16", unknown) == whole - experts // 4 + cache
+
+
+@pytest.mark.parametrize("way", [PLAIN, PACKED[0]])
+def test_states_that_a_step_uses(way: Way) -> None:
+    """The recurrent layer has a state [16, 8] of each of 4 heads, fp32, and 4 columns of its convolution."""
+    config = Qwen3_5TextConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        vocab_size=96,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if way is not PLAIN:
+        hf.quantize(model, keys="int8", values="int8")
+    assert used(model, Steps(3, 8, 2), way) == Used(3 * 4 * (4 * 16 * 8 + 4 * (2 * 2 * 16 + 4 * 8)), {})
 
 
 @pytest.mark.parametrize(

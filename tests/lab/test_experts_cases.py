@@ -41,12 +41,12 @@ def test_bytes_are_those_of_the_experts_that_are_hit() -> None:
 
 
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = experts_cases._run
+    right = experts_cases.run
 
     def wrong(call: ExpertsCall, impl: str) -> torch.Tensor:
         return 1.05 * right(call, impl)
 
-    monkeypatch.setattr(experts_cases, "_run", wrong)
+    monkeypatch.setattr(experts_cases, "run", wrong)
     (found,) = quick(pattern="1 token").run([DOWN])
     assert found.seconds is None
     assert "exceeds the allowed" in found.refused

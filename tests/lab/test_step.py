@@ -7,28 +7,63 @@ from dataclasses import replace
 import pytest
 import torch
 from benches import CPU, GPU
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
+import halfbyte.hf as hf
+from halfbyte.reference.experts import ExpertsCall
 from halfbyte_lab import model_step
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, SIZES, Steps
+from halfbyte_lab.model_sizes import SIZES
+from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, Steps, checked
 from halfbyte_lab.studies import step, study
+
+#: Cases of one rank.
+ONE_RANK = [case.name for case in step.CASES if case.ranks == 1]
 
 
 def test_cases_can_be_built() -> None:
+    """The formats of each fit its sizes, which are those of the published model."""
+    parameters: dict[str, float] = {}
     for case in step.CASES:
         config = SIZES[case.model]
-        assert config.hidden_size % 128 == config.intermediate_size % 128 == 0  # the groups of the weights
+        if case.model not in parameters:
+            with torch.device("meta"):
+                model = checked(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), case.formats)
+            parameters[case.model] = sum(p.numel() for p in model.parameters()) / 1e9
         assert case.context + step.NEW <= config.max_position_embeddings
         Steps(case.batch, case.context, step.NEW)
+    published = {"llama-3-8b": 8.0, "llama-3-70b": 70.6, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7}
+    published |= {"qwen3.5-9b": 9.0, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9}
+    assert parameters == {name: pytest.approx(size, rel=0.01) for name, size in published.items()}
     assert study("step").name == "step"
+
+
+def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of the first block of each kind are judged, and experts among them."""
+    case = step.Case("m-2", "gpt-oss-20b", 2, 32, weights="int4_g32")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 64}
+    config = GptOssConfig(**sizes, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, vocab_size=96)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    hf.quantize(model, **case.formats.options)
+    judged, right = [], step.run
+
+    def watched(call: ExpertsCall, impl: str) -> torch.Tensor:
+        judged.append(call)
+        return right(call, impl)
+
+    monkeypatch.setattr(step, "run", watched)
+    step.judge(case, model)
+    assert [call.gates is None for call in judged] == [True, False] * 2  # both projections of a layer with a window, and without
+    monkeypatch.setattr(step, "run", lambda call, impl: 1.1 * right(call, impl))
+    with pytest.raises(BenchmarkRefused, match=r"m-2: QuantExperts\("):
+        step.judge(case, model)
 
 
 @pytest.mark.parametrize(
     ("pattern", "names"),
-    [("", ["8b-1", "8b-8", "8b-64", "0.6b-1", "1.7b-1", "70b-1"]), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])],
+    [("", ONE_RANK), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])],
 )
 def test_the_last_case_of_a_filter_is_traced(pattern: str, names: list[str]) -> None:
     found = step.jobs(Session(Options(pattern=pattern), GPU))

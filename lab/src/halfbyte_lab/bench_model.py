@@ -48,7 +48,8 @@ def bench_model(
     from halfbyte.hf.model_support import read_config
     from halfbyte.paths import resolve_model
     from halfbyte_lab.measure import records
-    from halfbyte_lab.model_step import Formats, Steps, load, measure, of_sizes
+    from halfbyte_lab.model_sizes import of_sizes
+    from halfbyte_lab.model_step import Formats, Steps, load, measure
 
     check_appendable(output, "output")
     steps, machine = Steps(batch, context, new), describe(device)

@@ -25,7 +25,8 @@ import torch
 
 import halfbyte.hf as hf
 from halfbyte.device import describe
-from halfbyte_lab.model_step import SIZES, Formats, of_sizes
+from halfbyte_lab.model_sizes import SIZES, of_sizes
+from halfbyte_lab.model_step import Formats
 
 FORMATS = Formats(weights="int4_g128", keys="int8", values="int4_g32")
 #: Calls whose median is taken, and tokens of the longer ones.

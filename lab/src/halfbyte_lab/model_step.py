@@ -21,16 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.utils import logging
 
 from halfbyte.device import Device
 from halfbyte.errors import check
 from halfbyte.formats import key_format, plain_format, value_format, weight_format
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.cache_layers import CacheSettings, layer_options
+from halfbyte.hf.cache_layers import CacheSettings, layer_options, state_bytes
 from halfbyte.hf.checkpoint import load as load_folder
-from halfbyte.hf.mixtures import expert_stacks, unread_experts
+from halfbyte.hf.mixtures import projections, unread_experts
 from halfbyte.hf.model_support import ATTENTION, half_type, layer_reach, layer_types, text_config
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.recorded_step import kept_steps, release
@@ -44,32 +43,12 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.roofline import Roofline
 from halfbyte_lab.measure.timing import QUICK
 
-_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
-_LLAMA: dict[str, Any] = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-_LLAMA |= {"max_position_embeddings": 131072, "rope_parameters": _ROPE}
-_QWEN: dict[str, Any] = {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-_QWEN |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
-#: Sizes of known models, by name: random weights take as long as others.
-SIZES: dict[str, PretrainedConfig] = {
-    "llama-3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14336, **_LLAMA),
-    "llama-3-70b": LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, **{**_LLAMA, "num_hidden_layers": 80, "num_attention_heads": 64}
-    ),
-    "qwen3-0.6b": Qwen3Config(hidden_size=1024, intermediate_size=3072, **_QWEN),
-    "qwen3-1.7b": Qwen3Config(hidden_size=2048, intermediate_size=6144, **_QWEN),
-}
 #: Calls whose median is taken, behind so many that compile and record.
 _REPEATS, _WARM_UP = 5, 2
+#: Tokens of the call that counts what steps use.
+_COUNTED = 9
 #: Parts below this share of a step are left out of its record.
 _LEAST = 1e-3
-#: Share of a GPU's free memory that 16-bit weights may take; quantizing, prompts and caches need the rest.
-_MOST_IN_16_BITS = 0.7
 #: Letters of a kernel's name.
 _SHOWN = 60
 
@@ -174,39 +153,10 @@ def load(name: str, machine: Device, formats: Formats) -> Any:
         model = load_folder(resolve_model(name), dtype=plain_format(formats.dtype).code.dtype).to(machine.torch).eval()
     quantized = getattr(model, "hf_quantizer", None) is not None or any(isinstance(m, QuantLayer) for m in model.modules())
     check(not quantized, f"model={name!r} is quantized already; give one of 16-bit weights, to compare with")
-    return checked(_computing(model, machine), formats)
+    return checked(computing(model, machine), formats)
 
 
-def of_sizes(config: Any, machine: Device, formats: Formats) -> Any:
-    """A model of a configuration, with random weights; otherwise as `load`.
-
-    Where the 16-bit weights of all blocks do not fit on a GPU, every block has those of the first one. Quantized, each has its own.
-    """
-    dtype = plain_format(formats.dtype).code.dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    if machine.kind == "cuda" and nbytes > _MOST_IN_16_BITS * torch.cuda.mem_get_info(machine.torch)[0]:
-        return checked(_repeated(model, machine), formats)
-    with machine.torch:
-        return checked(_computing(AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), machine), formats)
-
-
-def _repeated(model: Any, machine: Device) -> Any:
-    """`model`, which has no weights yet, with those of a model of one block."""
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 1
-    with machine.torch:
-        one = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
-    weights, state = one.state_dict(), model.state_dict()
-    model.load_state_dict({name: weights[re.sub(r"\.\d+\.", ".0.", name)] for name in state}, assign=True)
-    for name, module in model.named_modules():
-        for buffer, _ in module.named_buffers(recurse=False):
-            setattr(module, buffer, getattr(one.get_submodule(re.sub(r"\.\d+(?=\.|$)", ".0", name)), buffer))
-    return model
-
-
-def _computing(model: Any, machine: Device) -> Any:
+def computing(model: Any, machine: Device) -> Any:
     """The model in the type that the device computes in."""
     return model if machine.kind == "cuda" else model.float()
 
@@ -248,7 +198,11 @@ def measure(
             wider = side.dtype.itemsize // 2 if way is PLAIN else 1
             formats_of_cache = (formats.dtype, formats.dtype) if way is PLAIN else (formats.keys, formats.values)
             names = ("fp32" if wider > 1 else formats.dtype) if way is PLAIN else str(formats)
-            yield side, way, _record(shape, names, way.name, bytes_read(side, steps, *formats_of_cache, wider), where, times, rate)
+            use = used(side, steps, way)
+            nbytes = bytes_moved(side, steps, *formats_of_cache, use, wider)
+            notes = [f"first token {1e3 * times.first:.1f} ms"]
+            notes += [f"{statistics.fmean(use.experts.values()):.0%} of the experts"] if use.experts else []
+            yield side, way, _record(shape, names, way.name, nbytes, where, times, rate, "; ".join(notes))
 
     def with_parts(side: Any, way: Way, record: Record) -> Record:
         said(f"{way.name}: tracing")
@@ -273,28 +227,69 @@ def measure(
             yield with_parts(side, way, record)
 
 
-def _record(shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float) -> Record:
+def _record(
+    shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float, note: str = ""
+) -> Record:
     step = times.step
     rates = {"gb_per_s": nbytes / step / 1e9, "roof_gb_per_s": rate, "roof_share": nbytes / rate / 1e9 / step}
     spread = {"p10": min(times.steps), "p90": max(times.steps), "repeats": len(times.steps)}
-    note = f"first token {1e3 * times.first:.1f} ms" if times.first else ""
     return Record("generate", shape, formats, name, nbytes, where, step, **rates, **spread, note=note)  # type: ignore[arg-type]
 
 
-def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1) -> int:
-    """What a step reads: the weights, without embeddings that only look up a token and, on average, experts that no token uses,
-    and the cache of the prompts; layers with a sliding window read no more of it than that."""
+@dataclass(frozen=True)
+class Used:
+    """What steps use that no shape tells: bytes of recurrent and convolutional states, and by mixture the share of its experts."""
+
+    states: int
+    experts: dict[Any, float]
+
+
+def used(model: Any, steps: Steps, way: Way) -> Used:
+    """What the first steps of a call use, on average. A mixture whose ids are not among its inputs (Llama 4) has no share."""
+    experts = {module: _stack(module, names[0]).shape[0] for module in model.modules() if (names := projections(module))}
+    shares: dict[Any, list[float]] = {}
+
+    def count(module: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        given = (t for t in (*inputs, *options.values()) if isinstance(t, torch.Tensor) and not t.is_floating_point())
+        for ids in given:
+            if len(ids) == steps.batch:  # of a step
+                shares.setdefault(module, []).append(ids.unique().numel() / experts[module])
+
+    prompts, new = steps.prompts(model), min(steps.new, _COUNTED)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "disable_compile": True}
+    options |= {} if way is PLAIN else {"recorded": False}
+    hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in experts]
+    try:
+        made = model.generate(prompts, attention_mask=torch.ones_like(prompts), return_dict_in_generate=True, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    states = sum(state_bytes(layer) for layer in made.past_key_values.layers)
+    return Used(states, {module: statistics.fmean(found) for module, found in shares.items()})
+
+
+def _stack(module: Any, name: str) -> Any:
+    """The weights of a projection of a mixture, [experts, ...]."""
+    stack = getattr(module, name)
+    return stack.weight if isinstance(stack, QuantLayer) else stack
+
+
+def bytes_moved(model: Any, steps: Steps, keys: str, values: str, use: Used, wider: int = 1) -> int:
+    """What a step reads: the weights, without embeddings that only look up a token and experts that no token uses, and the cache
+    of the prompts, of which layers with a sliding window read no more than that; and states, which it reads and writes."""
     weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     lookup = 0 if getattr(head, "weight", None) is embedding.weight else embedding.weight.nbytes
     config, unread = text_config(model), 0.0
-    for stack in expert_stacks(model):
-        weight = stack.weight if isinstance(stack, QuantLayer) else stack
-        unread += weight.nbytes * unread_experts(config, weight.shape[0], steps.batch)
+    for module in model.modules():
+        for name in projections(module) or ():
+            stack = _stack(module, name)
+            share = use.experts.get(module)
+            unread += stack.nbytes * (unread_experts(config, stack.shape[0], steps.batch) if share is None else 1 - share)
     cache, holding = PackedCache(model.config, steps.context, keys=keys, values=values), layer_types(config)
     windows = [layer_reach(config, i) or steps.context for i, kind in enumerate(holding) if kind in ATTENTION]
     tokens = sum(min(window, steps.context) for window in windows) / len(windows)
-    return int(weights - lookup - unread + steps.batch * tokens * cache.bytes_per_token * wider)
+    return int(weights - lookup - unread + steps.batch * tokens * cache.bytes_per_token * wider + 2 * use.states)
 
 
 def timed(model: Any, steps: Steps, way: Way) -> tuple[float, float]:

@@ -152,11 +152,6 @@ def stack_shape(module: Any, name: str) -> Shape:
     return (experts, *(reversed(matrix) if layout(module).is_transposed else matrix))
 
 
-def expert_stacks(model: nn.Module) -> list[Any]:
-    """The weights of all mixtures of a model: stacks [experts, ...], or `QuantExperts`."""
-    return [getattr(module, name) for module in model.modules() for name in projections(module) or ()]
-
-
 def unread_experts(config: Any, experts: int, sequences: int) -> float:
     """Expected share of so many experts that a step does not read, if all are used equally often; 0 where top_k is not known."""
     config = getattr(config, "ffn_config", None) or config

@@ -121,16 +121,9 @@ class ProjectionJob:
 
     def call(self, stack: QuantTensor, tokens: int, generator: torch.Generator) -> ExpertsCall:
         """One of so many tokens, whose experts are drawn."""
-        layer, device = self.layer, generator.device
-
-        def normal(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=generator, device=device).bfloat16()
-
-        experts, n, k = stack.shape
-        ids = torch.rand(tokens, experts, generator=generator, device=device).argsort(1)[:, : layer.top_k].contiguous()
-        gates = normal(tokens, layer.top_k).softmax(1) if self.down else None
-        x, bias = normal(*((tokens, layer.top_k, k) if self.down else (tokens, k))), normal(experts, n) if layer.bias else None
-        return ExpertsCall(x, stack, ids, gates, bias, None if self.down else layer.activation)
+        layer, size = self.layer, (stack.shape[0], stack.shape[1])
+        bias = torch.randn(size, generator=generator, device=generator.device).bfloat16() if layer.bias else None
+        return drawn_call(stack, bias, None if self.down else layer.activation, tokens, layer.top_k, generator)
 
     def _case(self, session: Session, call: ExpertsCall, impls: Sequence[str]) -> Iterator[Record]:
         """The records of one number of tokens: those of peers, and ours."""
@@ -140,7 +133,7 @@ class ProjectionJob:
         stacks, judge_result = copies_of(call.weight, copies), promise(call)
         judge_one = one_by_one(judge_result)
         trials = {
-            impl: Trial(f"{self.name} {impl}", Work([partial(_run, call._replace(weight=w), impl) for w in stacks]), judge_one)
+            impl: Trial(f"{self.name} {impl}", Work([partial(run, call._replace(weight=w), impl) for w in stacks]), judge_one)
             for impl in impls
         }
         peers: dict[str, Trial] = {}
@@ -212,6 +205,26 @@ class PromptJob:
             yield _finished(session, r, outcome, warm, {GROUPED: outcomes[GROUPED]})
 
 
+def drawn_call(
+    weight: QuantTensor,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    tokens: int,
+    top_k: int,
+    generator: torch.Generator,
+) -> ExpertsCall:
+    """A call of so many tokens, drawn with their experts: a first projection or, without an activation, one with a weighted sum."""
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=generator.device).bfloat16()
+
+    experts, _, k = weight.shape
+    ids = torch.rand(tokens, experts, generator=generator, device=generator.device).argsort(1)[:, :top_k].contiguous()
+    if activation is not None:
+        return ExpertsCall(normal(tokens, k), weight, ids, None, bias, activation)
+    return ExpertsCall(normal(tokens, top_k, k), weight, ids, normal(tokens, top_k).softmax(1), bias, None)
+
+
 def in_triton(name: str, call: ExpertsCall, copies: int, promised: Callable[[torch.Tensor], Accuracy]) -> dict[str, Trial]:
     """Triton's own kernel in each of its ways. Raises where it cannot be had."""
     if missing := triton_experts.missing():
@@ -262,7 +275,7 @@ def _bars(r: Record) -> list[Target]:
 # ------------------------------------------------------------------------------------------------------- the calls, and their truth
 
 
-def _run(call: ExpertsCall, impl: str) -> torch.Tensor:
+def run(call: ExpertsCall, impl: str) -> torch.Tensor:
     return halfbyte.experts_linear(*call[:4], bias=call.bias, activation=call.activation, impl=impl)
 
 
@@ -280,7 +293,7 @@ def _in_one_call(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
 
 
 def _in_two_calls(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
-    return _run(down._replace(x=_run(up, "auto")), "auto")
+    return run(down._replace(x=run(up, "auto")), "auto")
 
 
 def grouped(call: ExpertsCall, values: torch.Tensor) -> torch.Tensor:

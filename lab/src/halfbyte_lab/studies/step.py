@@ -20,6 +20,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +30,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import halfbyte
 from halfbyte.device import Device
+from halfbyte.experts import QuantExperts
 from halfbyte.hf.every_forward import packed_forwards
-from halfbyte.hf.model_support import blocks, head_dims, read_config
+from halfbyte.hf.model_support import blocks, head_dims, layer_types, read_config, text_config
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.paths import resolve_model
+from halfbyte_lab.cases.experts_cases import drawn_call, run
+from halfbyte_lab.cases.experts_cases import promise as experts_promise
 from halfbyte_lab.cases.rank import first_of_ranks
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.caches import DecodeCase, Inputs, Promise, fill, held_by
@@ -42,12 +46,11 @@ from halfbyte_lab.measure.linear import promise
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.tables import Table, times_text
-from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, SIZES, WAYS, Formats, Steps, Way, measure, of_sizes
+from halfbyte_lab.model_sizes import SIZES, of_sizes
+from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, WAYS, Formats, Steps, Way, measure
 from halfbyte_lab.studies import Study
 
 OP, NEW, NEW_ON_CPU = "generate", 129, 9
-#: The same in every case.
-FORMATS = Formats("int4_g128", "int8", "int4_g32", "int8_col")
 #: What a launch is counted as: the first kind whose pattern its name holds.
 KINDS = {
     "attention": "decode|attention|flash|fmha|sdpa",
@@ -69,6 +72,12 @@ class Case:
     context: int
     target: str = ""
     ranks: int = 1
+    weights: str = "int4_g128"
+
+    @property
+    def formats(self) -> Formats:
+        """Of the quantized model: the same in every case but for weights that groups of 128 do not divide."""
+        return Formats(self.weights, "int8", "int4_g32", "int8_col")
 
     @property
     def ways(self) -> Sequence[Way]:
@@ -84,6 +93,15 @@ CASES = (
     Case("1.7b-1", "qwen3-1.7b", 1, 1024, "3x 16 bits"),
     Case("70b-1", "llama-3-70b", 1, 1024, "80 tokens/s"),
     *(Case(f"70b-1 on {ranks}", "llama-3-70b", 1, 1024, ranks=ranks) for ranks in (2, 4, 8)),
+    *(
+        Case(f"{name}-{batch}", model, batch, 1024, "55 % of the roofline", weights=weights)
+        for name, model, weights in (
+            ("9b", "qwen3.5-9b", "int4_g128"),
+            ("30b", "qwen3-30b-a3b", "int4_g128"),
+            ("20b", "gpt-oss-20b", "int4_g64"),
+        )
+        for batch in (1, 8)
+    ),
 )
 SMALL = (Case("demo-2", "demo", 2, 64), Case("demo-2 on 2", "demo", 2, 64, ranks=2))
 
@@ -98,7 +116,7 @@ def jobs(session: Session) -> list[Job]:
 
 
 def _ways(session: Session, case: Case) -> list[Way]:
-    return [way for way in case.ways if session.wants(case.name, "bf16" if way is PLAIN else str(FORMATS), way.name)]
+    return [way for way in case.ways if session.wants(case.name, "bf16" if way is PLAIN else str(case.formats), way.name)]
 
 
 @dataclass(frozen=True)
@@ -125,27 +143,34 @@ class StepJob:
         )
         records: Iterable[Record]
         if case.ranks > 1:
-            whole = Whole(config, FORMATS, steps, ways, judge_case, case.ranks)
+            whole = Whole(config, case.formats, steps, ways, judge_case, case.ranks)
             records = first_of_ranks(partial(_measured, whole), case.ranks, session.device.kind)
         else:
-            model = of_sizes(config, session.device, FORMATS)
-            records = measure(model, FORMATS, steps, session.device, traced=self.traced, ways=ways, judged=judge_case)
+            model = of_sizes(config, session.device, case.formats)
+            records = measure(model, case.formats, steps, session.device, traced=self.traced, ways=ways, judged=judge_case)
         for record in records:
             yield replace(record, case=case.name, method="generate(), less the shortest call that ends with the first token")
 
 
 def judge(case: Case, model: Any) -> None:
-    """Raise `BenchmarkRefused` unless the first block's linear layers, the output layer and attention keep the accuracy promise."""
-    layers, head = blocks(model), model.get_output_embeddings()
-    for module in (*layers[0].modules(), head):
+    """Raise `BenchmarkRefused` unless the linear layers and experts of the first block of each kind, the output layer and attention
+    keep the accuracy promise."""
+    config = text_config(model)
+    kinds_of_blocks = layer_types(config)
+    firsts = [block for i, block in enumerate(blocks(model)) if kinds_of_blocks.index(kinds_of_blocks[i]) == i]
+    for module in (*chain.from_iterable(block.modules() for block in firsts), model.get_output_embeddings()):
         if isinstance(module, QuantLinear | FusedProjections):
             weight = module.weight
             x = torch.randn(case.batch, weight.shape[1], device=model.device, dtype=torch.bfloat16)
             promise(x, weight.dequantize)(halfbyte.linear(x, weight)).require(f"{case.name}: {module}")
-    config = model.config
+        elif isinstance(module, QuantExperts):
+            rng = torch.Generator(model.device).manual_seed(0)
+            bias = None if module.bias is None else module.bias.bfloat16()
+            call = drawn_call(module.weight, bias, module.activation, case.batch, config.num_experts_per_tok, rng)
+            experts_promise(call)(run(call, "auto")).require(f"{case.name}: {module}")
     shape = DecodeShape(case.batch, config.num_attention_heads, config.num_key_value_heads, head_dims(config)[0], case.context)
     inputs = Inputs.random(DecodeCase(case.name, shape), model.device)
-    cache = fill(inputs, f"{FORMATS.keys}+{FORMATS.values}")
+    cache = fill(inputs, f"{case.formats.keys}+{case.formats.values}")
     out = halfbyte.decode_attention(inputs.q, cache)
     assert isinstance(out, torch.Tensor)  # a pair only with return_lse
     Promise(inputs.q, held_by(cache)).judge([out]).require(f"{case.name}: attention")
@@ -221,9 +246,17 @@ def connect(model: Any, ranks: int, machine: Device) -> None:
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
 #: What cases call the sizes, and the engine that is measured beside.
-MODELS = {"8b": "Llama 3 8B", "70b": "Llama 3 70B", "0.6b": "Qwen3 0.6B", "1.7b": "Qwen3 1.7B"}
+MODELS = {
+    "8b": "Llama 3 8B",
+    "70b": "Llama 3 70B",
+    "0.6b": "Qwen3 0.6B",
+    "1.7b": "Qwen3 1.7B",
+    "9b": "Qwen3.5 9B",
+    "30b": "Qwen3 30B-A3B",
+    "20b": "gpt-oss 20B",
+}
 TRANSFORMERS, ENGINE, FASTEST = PLAIN.name, "vLLM 0.33", "halfbyte, fused blocks"
-SUMMARY = ("model", "batch x context", "16 bits, ms", "halfbyte, ms", "vLLM, ms", "faster than 16 bits", "tokens/s", "reads, GB")
+SUMMARY = ("model", "batch x context", "16 bits, ms", "halfbyte, ms", "vLLM, ms", "faster than 16 bits", "tokens/s", "moves, GB")
 HEADERS = ("case", "way", "formats", "ms a step", "tokens/s", "x 16 bits", "GB", "of roofline", "first token, ms", "target")
 
 
