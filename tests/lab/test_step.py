@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,27 +18,37 @@ from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.model_sizes import SIZES
-from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, Steps, checked
+from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, Formats, Steps, checked
 from halfbyte_lab.studies import step, study
 
 #: Cases of one rank.
 ONE_RANK = [case.name for case in step.CASES if case.ranks == 1]
 
 
+def parameters(config: Any, layers: int, formats: Formats) -> int:
+    """Of a model of so many of its layers, which the formats fit."""
+    fewer = deepcopy(config)
+    fewer.num_hidden_layers = layers
+    if getattr(fewer, "layer_types", None):
+        fewer.layer_types = fewer.layer_types[:layers]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(fewer, dtype=torch.bfloat16)
+    return sum(p.numel() for p in checked(model, formats).parameters())
+
+
 def test_cases_can_be_built() -> None:
     """The formats of each fit its sizes, which are those of the published model."""
-    parameters: dict[str, float] = {}
+    found: dict[str, float] = {}
     for case in step.CASES:
         config = SIZES[case.model]
-        if case.model not in parameters:
-            with torch.device("meta"):
-                model = checked(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), case.formats)
-            parameters[case.model] = sum(p.numel() for p in model.parameters()) / 1e9
+        if case.model not in found:
+            few, more = (parameters(config, layers, case.formats) for layers in (4, 8))
+            found[case.model] = (few + (more - few) * (config.num_hidden_layers - 4) / 4) / 1e9
         assert case.context + step.NEW <= config.max_position_embeddings
         Steps(case.batch, case.context, step.NEW)
-    published = {"llama-3-8b": 8.0, "llama-3-70b": 70.6, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7}
-    published |= {"qwen3.5-9b": 9.0, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9}
-    assert parameters == {name: pytest.approx(size, rel=0.01) for name, size in published.items()}
+    published = {"llama-3-8b": 8.03, "llama-3-70b": 70.6, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72}
+    published |= {"qwen3.5-9b": 8.95, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9}
+    assert found == {name: pytest.approx(size, rel=0.005) for name, size in published.items()}
     assert study("step").name == "step"
 
 
@@ -90,7 +102,7 @@ def test_two_ranks_are_measured() -> None:
 def test_sizes_that_ranks_cannot_share_are_refused() -> None:
     config = LlamaConfig(num_attention_heads=6, num_key_value_heads=3, hidden_size=384)
     with pytest.raises(BenchmarkRefused, match="num_key_value_heads=3"):
-        step.share(config, 2, CPU, step.FORMATS)
+        step.share(config, 2, CPU, step.CASES[0].formats)
 
 
 @pytest.mark.slow
