@@ -21,7 +21,18 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.text import heldout_text, windows
 from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals.assignment import Options, Sensitivity, assign, candidates
-from halfbyte_lab.evals.calibrate import Divergence, Measurements, calibrate, fingerprint, measurements_path, runs
+from halfbyte_lab.evals.calibrate import (
+    Divergence,
+    Measurements,
+    calibrate,
+    counted_bits,
+    fingerprint,
+    measurements_path,
+    runs,
+    search,
+    ways,
+)
+from halfbyte_lab.evals.calibrate_keys import calibrate_keys
 from halfbyte_lab.evals.outliers import PROFILES, with_outliers
 from halfbyte_lab.evals.quality import Setting, evaluate
 
@@ -205,6 +216,38 @@ def test_sink_and_recent_tokens_are_measured_with_the_formats(shipped: Any, ids:
         candidates(shipped, ("int4_channel",), windowed=True)
     with pytest.raises(InvalidArgument, match="sink_tokens=2, recent_tokens=30: nothing of a text of 32 tokens"):
         Divergence(shipped, ids, 16, (2, 30))
+
+
+def test_a_search_chooses_sink_and_recent_tokens_and_calibrated_keys(shipped: Any, tmp_path: Path) -> None:
+    """The best of all ways, each within the size with its 16-bit tokens counted. Where these alone take more, nothing is
+    measured."""
+    ids, few = windows(list(heldout_text().encode()), 96, 1), ("int4", "int2")
+    keys = str(calibrate_keys(shipped, windows(list(heldout_text().encode()), 256, 1), 256).write(tmp_path / "keys.safetensors"))
+    every = ways(shipped, few, keys, 96)
+    assert [way.name for way in every] == ["", "-4-0", "-4-64", "-calibrated", "-calibrated-4-0", "-calibrated-4-64"]
+    assert [c.rotated for c in every[3].choices["keys"]] == [False] * 3
+    assert [way.exact for way in ways(shipped, few, "", 60)] == [(0, 0), (4, 0)]
+    every = [every[0], every[4], every[5]]
+    stores = [
+        Measurements(tmp_path / f"{i}.jsonl", fingerprint(shipped, ids, 48, way.exact, way.calibration))
+        for i, way in enumerate(every)
+    ]
+    divergence = Divergence(shipped, ids, 48)
+    (made,) = search(divergence, [*zip(every, stores, strict=True)], [4.0])
+    assert len(stores[2].known) == 0  # 68 of 96 tokens in 16 bits leave less than 2 bits for the others
+    assert {(p.exact_tokens((0, 0)), p.calibration) for p in made.uniform} == {((0, 0), ""), ((4, 0), keys)}
+    assert any(p.keys[0] == p.values[0] == "int2" for p in made.uniform)
+    beside = divergence.beside(made.plan.exact_tokens((0, 0)), made.plan.calibration)
+    assert made.plan.measured["kl"] == pytest.approx(beside.of(made.plan.layers))
+    assert counted_bits(made.plan, 96) <= 4.0
+    sinks = next(p for p in made.uniform if p.sink_tokens)
+    assert counted_bits(sinks, 96) == pytest.approx((sinks.bits * 92 + 16 * 4) / 96)
+    for alike in made.uniform:
+        assert counted_bits(alike, 96) <= 4.0
+        assert alike.measured["kl"] >= made.plan.measured["kl"]
+    assert made.plan.measured["best_uniform"]["kl"] == min(alike.measured["kl"] for alike in made.uniform)
+    with pytest.raises(InvalidArgument, match=r"bits=1; these formats take 2\.\d+ to 16"):
+        search(divergence, [*zip(every, stores, strict=True)], [1.0])
 
 
 # -------------------------------------------------------------------------------------------------------- the command line

@@ -39,6 +39,10 @@ def calibrate(
     sink_tokens: SinkTokens = 0,
     recent_tokens: RecentTokens = 0,
     calibration: Calibration = None,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Also choose sink and recent tokens, which --bits counts, and whether to use --calibration."),
+    ] = False,
     dtype: Dtype = settings.HALVES[0],
     device: Where = None,
     html: Html = None,
@@ -60,6 +64,7 @@ def calibrate(
             "--recent-tokens": recent_tokens,
             "--html": html,
             "--calibration": calibration,
+            "--search": search,
         }
         names = [option for option, value in options.items() if value]
         check(not names, f"{', '.join(names)}: about formats by layer; name --bits as well, or leave it out")
@@ -70,11 +75,13 @@ def calibrate(
     for option, count in (("--sink-tokens", sink_tokens), ("--recent-tokens", recent_tokens)):
         check(count >= 0, f"{option} {count}; expected a number of tokens, 0 or more")
     check_exact(exact, length)
+    check(not (search and any(exact)), "--search chooses sink and recent tokens; leave --sink-tokens and --recent-tokens out")
     check_page(html, "html")
     for name in words(formats):
         key_format(name, "formats")
     keys = "" if calibration is None else str(calibration)
-    results = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, (device, dtype), keys)
+    cut = (windows, length, chunk)
+    results = _calibrated(model, sizes, output, text, words(formats), cut, None if search else exact, (device, dtype), keys)
     paths = [output if len(sizes) == 1 else output.with_stem(f"{output.stem}-{size:g}") for size in sizes]
     for one, path in zip(results, paths, strict=True):
         one.plan.write(path)
@@ -137,11 +144,12 @@ def _calibrated(
     text: Path | None,
     formats: list[str],
     cut: tuple[int, int, int],
-    exact: tuple[int, int],
+    exact: tuple[int, int] | None,
     where: tuple[str | None, str],
     keys: str,
 ) -> list[Calibrated]:
-    """Load, measure what is not known yet, choose. where: the device, and the 16-bit type; keys: the file of calibrated ones."""
+    """Load, measure what is not known yet, choose. exact: None to choose these, too; where: the device, and the 16-bit type; keys:
+    the file of calibrated ones."""
     from halfbyte.text import read_text
     from halfbyte_lab.evals import calibrate as steps
     from halfbyte_lab.evals.assignment import candidates
@@ -150,23 +158,37 @@ def _calibrated(
 
     content = read_text(text)
     lm, tokenizer = load(model, *where)
-    choices, (count, length, chunk) = candidates(lm, formats, any(exact)), cut
+    count, length, chunk = cut
     ids = _windows(tokenizer, content, length, count)
-    steps.check_sizes(lm, choices, sizes)
-    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(lm, ids, chunk, exact, keys))
-    layers = steps.sizes_of(lm).layers
+    ways = steps.ways(lm, formats, keys, length)
+    if exact is not None:
+        ways = [steps.Way(exact, keys, candidates(lm, formats, any(exact), bool(keys)))]
+        steps.check_sizes(lm, ways[0].choices, sizes)
+    name = (lambda way: output.with_stem(output.stem + way.name)) if exact is None else (lambda way: output)
+    stores = [
+        steps.Measurements(steps.measurements_path(name(way)), steps.fingerprint(lm, ids, chunk, way.exact, way.calibration))
+        for way in ways
+    ]
+    every, layers = [*zip(ways, stores, strict=True)], steps.sizes_of(lm).layers
     with progress(console(stderr=True)) as bar:
-        task = bar.add_task("16-bit run", total=steps.runs(choices, store, layers, sizes))
-        divergence = steps.Divergence(lm, ids, chunk, exact, keys)
-        return steps.calibrate(divergence, choices, store, sizes, lambda what: bar.update(task, advance=1, description=what))
+        task = bar.add_task("16-bit run", total=sum(steps.runs(way.choices, store, layers, sizes) for way, store in every))
+
+        def on_step(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        divergence = steps.Divergence(lm, ids, chunk, *((exact, keys) if exact is not None else ()))
+        if exact is None:
+            return steps.search(divergence, every, sizes, on_step)
+        return steps.calibrate(divergence, ways[0].choices, stores[0], sizes, on_step)
 
 
 def _show(model: str, made: list[Calibrated], paths: list[Path]) -> None:
     """One row a plan: its size and divergence, and the best uniform choice of no more bytes."""
+    from halfbyte_lab.evals.quality import Setting
+
     rows = []
     for one, path in zip(made, paths, strict=True):
-        figures = one.plan.measured
-        alike = figures["best_uniform"]
-        name = f"{alike['keys']}{' rotated' * alike['rotate_keys']} / {alike['values']}"
-        rows.append((path.name, name, f"{one.plan.bits:.2f}", f"{figures['kl']:.2e}", f"{alike['kl']:.2e}"))
+        alike = min(one.uniform, key=lambda plan: (plan.measured["kl"], plan.bits))
+        kl, its = (f"{plan.measured['kl']:.2e}" for plan in (one.plan, alike))
+        rows.append((path.name, Setting.of_uniform(alike).kv, f"{one.plan.bits:.2f}", kl, its))
     print_table(f"{model}: formats by layer", ("plan", "best uniform choice", "bits", "KL mean", "its KL"), rows, text_columns=2)

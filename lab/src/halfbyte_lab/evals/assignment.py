@@ -52,12 +52,14 @@ class Choice:
         return len(set(self.layers)) == 1
 
 
-def candidates(model: Any, formats: Sequence[str] = (), windowed: bool = False) -> dict[str, list[Candidate]]:
+def candidates(
+    model: Any, formats: Sequence[str] = (), windowed: bool = False, calibrated: bool = False
+) -> dict[str, list[Candidate]]:
     """The formats that each side may take, the 16-bit one first: all that fit the model, or those of `formats`.
 
     Per-tensor formats are left out: their scale is measured on whatever is appended first. So are formats that differ by name only,
     such as groups as wide as a head. Keys come with and without rotation where they can be rotated. `windowed`: only formats that
-    go with sink and recent tokens, which are neither 16 bits nor per-channel ones.
+    go with sink and recent tokens, which are neither 16 bits nor per-channel ones. `calibrated`: keys are, in place of a rotation.
     """
     from halfbyte.hf.model_support import half_type, model_sizes, text_config
 
@@ -74,7 +76,7 @@ def candidates(model: Any, formats: Sequence[str] = (), windowed: bool = False) 
             fmt = KV_FORMATS[name]
             if fmt.granularity != "tensor" and not (side == "values" and fmt.token_block) and _fits(fmt, dim):
                 nbytes = fmt.nbytes((1, sizes.kv_heads, TOKENS, dim))
-                rotatable = side == "keys" and fmt.is_quantized and not fmt.token_block and dim % 16 == 0
+                rotatable = side == "keys" and fmt.is_quantized and not fmt.token_block and dim % 16 == 0 and not calibrated
                 alike = (fmt.code, nbytes, fmt.token_block, fmt.group_size(dim))
                 groups.setdefault(alike, [Candidate(name, rotated, nbytes) for rotated in (False, True)[: 1 + rotatable]])
         by_side[side] = [c for group in groups.values() for c in group]

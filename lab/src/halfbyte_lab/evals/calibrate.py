@@ -8,17 +8,20 @@
 3. Confirmation. The plan and the best uniform choices of no more bytes run as a whole, and the one with the lowest divergence is
    taken: on the calibration text no plan is worse than they are.
 
+`search` does so with each of several numbers of sink and recent tokens, and with calibrated keys: the best of all is the plan.
+
 Measurements are kept in a file next to the plan, one a line: an interrupted run resumes, and another size costs only its
 confirmation.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,13 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import KV_FORMATS, plain_format
 from halfbyte.paths import append_line, write_whole
 from halfbyte.settings import HALVES
-from halfbyte_lab.evals.assignment import SIDES, TOKENS, Candidate, Options, Sensitivity
+from halfbyte_lab.evals.assignment import SIDES, TOKENS, Candidate, Options, Sensitivity, candidates
 from halfbyte_lab.evals.quality import check_exact
 
 #: Uniform choices that a plan is compared with.
 UNIFORM = 4
+#: Sink and recent tokens that `search` tries.
+WINDOWS = ((0, 0), (4, 0), (4, 64))
 
 
 class Divergence:
@@ -54,6 +59,13 @@ class Divergence:
         self.plain = plain_format(half_type(model)).name
         self._base = list(self._log_probs(keys=self.plain, values=self.plain))
         self._known: dict[tuple[LayerFormats, ...], float] = {}
+
+    def beside(self, exact: tuple[int, int], calibration: str) -> Divergence:
+        """Of caches with other tokens in 16 bits, or other keys, over the same windows and from the same run."""
+        check_exact(exact, self.windows.shape[1])
+        other = copy.copy(self)
+        other.exact, other.calibration, other._known = exact, calibration, {}
+        return other
 
     def of(self, layers: Sequence[LayerFormats]) -> float:
         """For a cache with these formats by layer; measured once."""
@@ -175,10 +187,10 @@ def measurements_path(plan: Path) -> Path:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A plan, and every uniform choice that was run next to it as (bits an element, key and value formats, divergence)."""
+    """A plan, and every uniform choice that was run next to it, likewise."""
 
     plan: CachePlan
-    uniform: tuple[tuple[float, LayerFormats, float], ...]
+    uniform: tuple[CachePlan, ...]
 
 
 def calibrate(
@@ -207,9 +219,14 @@ def elements_of(model: Any) -> int:
     return sizes.layers * sizes.kv_heads * TOKENS * (sizes.head_dim + sizes.value_dim)
 
 
+def smallest(model: Any, choices: dict[str, list[Candidate]]) -> float:
+    """Bits an element of the smallest cache there is."""
+    return 8 * Options(choices, (), sizes_of(model).layers).smallest() / elements_of(model)
+
+
 def check_sizes(model: Any, choices: dict[str, list[Candidate]], bits: Sequence[float]) -> None:
     """Raise for a size, in bits per element, that no choice of formats is as small as."""
-    least = 8 * Options(choices, (), sizes_of(model).layers).smallest() / elements_of(model)
+    least = smallest(model, choices)
     for size in bits:
         check(least <= size <= 16, f"bits={size:g}; these formats take {least:g} to 16 bits an element of this model's cache")
 
@@ -229,18 +246,77 @@ def _plan(
     for choice in dict.fromkeys((best, *options.uniform(budget)[:UNIFORM])):
         on_step(f"{8 * choice.nbytes / elements:.2f} bits, {'all layers alike' if choice.is_uniform else 'by layer'}")
         trials.append((choice, divergence.of(choice.layers)))
-    winner, kl = min(trials, key=lambda pair: (pair[1], pair[0].nbytes))
-    uniform = [(8 * choice.nbytes / elements, choice.layers[0], loss) for choice, loss in trials if choice.is_uniform]
-    facts: dict[str, Any] = {
-        "kl": kl,
-        "predicted_kl": winner.predicted_kl,
-        "tokens": divergence.windows.numel(),
-        "chunk": divergence.chunk,
-        "dtype": divergence.plain,
-    }
+    tokens = {"tokens": divergence.windows.numel(), "chunk": divergence.chunk, "dtype": divergence.plain}
+    plans = [
+        CachePlan(
+            *(sizes, choice.layers, 8 * choice.nbytes / elements, *divergence.exact),
+            {"kl": kl, "predicted_kl": choice.predicted_kl, **tokens},
+            divergence.calibration,
+        )
+        for choice, kl in trials
+    ]
+    return _best(plans, [plan for plan, (choice, _) in zip(plans, trials, strict=True) if choice.is_uniform])
+
+
+def _best(plans: Sequence[CachePlan], uniform: Sequence[CachePlan]) -> Calibrated:
+    """The plan with the lowest divergence, which says what the best uniform choice has."""
+    plan = min(plans, key=lambda plan: (plan.measured["kl"], plan.bits))
+    facts = dict(plan.measured)
     if uniform:
-        alike_bits, alike, alike_kl = min(uniform, key=lambda one: (one[2], one[0]))
-        facts["best_uniform"] = {**asdict(alike), "bits": alike_bits, "kl": alike_kl}
-    bits = 8 * winner.nbytes / elements
-    plan = CachePlan(sizes, winner.layers, bits, *divergence.exact, facts, divergence.calibration)
-    return Calibrated(plan, tuple(uniform))
+        alike = min(uniform, key=lambda plan: (plan.measured["kl"], plan.bits))
+        others = {"sink_tokens": alike.sink_tokens, "recent_tokens": alike.recent_tokens, "calibrated": bool(alike.calibration)}
+        facts["best_uniform"] = {**asdict(alike.layers[0]), "bits": alike.bits, "kl": alike.measured["kl"], **others}
+    return Calibrated(replace(plan, measured=facts), tuple(uniform))
+
+
+# ----------------------------------------------------------------------------------------- sink and recent tokens, calibrated keys
+
+
+@dataclass(frozen=True)
+class Way:
+    """Sink and recent tokens, the file of calibrated keys ("": keys as they come), and the formats that go with both."""
+
+    exact: tuple[int, int]
+    calibration: str
+    choices: dict[str, list[Candidate]]
+
+    @property
+    def name(self) -> str:
+        """What files are called by; "" where nothing is in 16 bits and keys are as they come."""
+        return "-calibrated" * bool(self.calibration) + f"-{self.exact[0]}-{self.exact[1]}" * any(self.exact)
+
+
+def ways(model: Any, formats: Sequence[str], calibration: str, tokens: int) -> list[Way]:
+    """Each of `WINDOWS` that fits into so many tokens and, if there are calibrated keys, without and with them."""
+    exact = [window for window in WINDOWS if sum(window) < tokens]
+    return [
+        Way(window, keys, candidates(model, formats, any(window), bool(keys)))
+        for keys in dict.fromkeys(("", calibration))
+        for window in exact
+    ]
+
+
+def search(
+    divergence: Divergence,
+    every: Sequence[tuple[Way, Measurements]],
+    bits: Sequence[float],
+    on_step: Callable[[str], None] = lambda what: None,
+) -> list[Calibrated]:
+    """The best of what `calibrate` finds in each way. Sizes count the tokens in 16 bits, in a cache as long as the windows."""
+    model, tokens, found = divergence.model, divergence.windows.shape[1], list[list[Calibrated]](map(list, [()] * len(bits)))
+    for way, store in every:
+        share = sum(way.exact) / tokens
+        left = [(size - 16 * share) / (1 - share) for size in bits]
+        fitting = [i for i, size in enumerate(left) if smallest(model, way.choices) <= size]
+        sizes, beside = [left[i] for i in fitting], divergence.beside(way.exact, way.calibration)
+        for i, one in zip(fitting, calibrate(beside, way.choices, store, sizes, on_step) if fitting else (), strict=True):
+            found[i].append(one)
+    least = min(smallest(model, way.choices) for way, _ in every)
+    for size, some in zip(bits, found, strict=True):
+        check(bool(some), f"bits={size:g}; these formats take {least:g} to 16 bits an element of this model's cache")
+    return [_best([one.plan for one in some], [plan for one in some for plan in one.uniform]) for some in found]
+
+
+def counted_bits(plan: CachePlan, tokens: int) -> float:
+    """Bits an element of a cache of so many tokens, those in 16 bits counted."""
+    return plan.bits + (16 - plan.bits) * (plan.sink_tokens + plan.recent_tokens) / tokens

@@ -216,7 +216,7 @@ def _facts(title: str, result: Quality, base: Quality) -> dict[str, Cell]:
 
 def write_calibration(model: str, made: Sequence[Calibrated], path: Path) -> None:
     """The Pareto front: divergence against bits of the plans and of the uniform choices that ran next to them."""
-    alike = {(bits, f"{f.keys}{' rotated' * f.rotate_keys} / {f.values}", kl) for one in made for bits, f, kl in one.uniform}
+    alike = {(plan.bits, Setting.of_uniform(plan).kv, plan.measured["kl"]) for one in made for plan in one.uniform}
     points = [Point(name, bits, max(kl, 1e-9), "all layers alike") for bits, name, kl in sorted(alike)]
     points += [Point("", one.plan.bits, max(one.plan.measured["kl"], 1e-9), "by layer") for one in made]
     chart = divergence(points, x_label="bits an element")

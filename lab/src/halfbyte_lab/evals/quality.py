@@ -79,6 +79,19 @@ class Setting(CacheSettings):
             calibration=plan.calibration or None,
         )
 
+    @classmethod
+    def of_uniform(cls, plan: CachePlan) -> Setting:
+        """The cache of a plan whose layers are alike."""
+        layer, exact, dtype = plan.layers[0], (plan.sink_tokens, plan.recent_tokens), plan.measured["dtype"]
+        names = (layer.keys, layer.values, layer.rotate_keys)
+        return cls(
+            *names,
+            sink_tokens=exact[0],
+            recent_tokens=exact[1],
+            calibration=plan.calibration or None,
+            dtype=dtype,
+        )
+
     def __post_init__(self) -> None:
         for keys in (self.keys,) if isinstance(self.keys, str) else self.keys:
             key_format(keys)
