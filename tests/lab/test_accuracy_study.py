@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,14 @@ from benches import CPU, WHERE, quick
 from halfbyte.formats import KV_FORMATS
 from halfbyte.memory import meta_model, packed_layers
 from halfbyte.text import ByteTokenizer, heldout_text, windows
-from halfbyte_lab.evals import real_model
+from halfbyte_lab.evals import calibrate, real_model
 from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.outliers import Heads, recorded_heads
 from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.studies import accuracy, evidence, memory, quality_per_bit, study
+from halfbyte_lab.studies import accuracy, calibrated, evidence, memory, quality_per_bit, study
 
 
 @pytest.fixture(scope="module")
@@ -186,13 +187,35 @@ def test_calibrated_weights_are_judged_on_other_text() -> None:
     session = Session.start(Options(device="cpu", quick=True))
     records = list(evidence.CalibratedJob("int4_g64", False).measure(session))
     assert [(r.case, r.formats) for r in records] == [("prose, fp32", "int4_g64"), ("prose, fp32", "int4_g64 calibrated")]
-    nearest, calibrated = (r.error or 0.0 for r in records)
-    assert 0 < calibrated < 0.8 * nearest
+    nearest, less = (r.error or 0.0 for r in records)
+    assert 0 < less < 0.8 * nearest
     assert all(0 < (r.noise or 0.0) < (r.error or 0.0) for r in records)
     (row,) = evidence.calibrated_table(records)[1]
-    assert row == ("prose, fp32", "int4_g64", f"{nearest:.3f}", f"{calibrated:.3f}", f"{100 * (1 - calibrated / nearest):.0f}")
-    read, judged = evidence._calibration_tokens(session, ByteTokenizer())
+    assert row == ("prose, fp32", "int4_g64", f"{nearest:.3f}", f"{less:.3f}", f"{100 * (1 - less / nearest):.0f}")
+    read, judged = calibrated.calibration_tokens(session, ByteTokenizer(), (1, 64), (1, 64))
     assert bytes(judged["prose"][0].tolist()) not in bytes(read.flatten().tolist())
+
+
+@pytest.mark.slow
+def test_formats_by_layer_of_a_real_model(tmp_path: Path, two_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two layers of the shipped model: a plan and uniform choices within its bits, on other text; a second run resumes."""
+    monkeypatch.setattr("halfbyte.paths.shipped_model", lambda: two_layers)
+    monkeypatch.setattr(real_model, "FOLDER", tmp_path)
+    monkeypatch.setattr(calibrated, "QUICK_READ", (1, 256))
+    monkeypatch.setattr(calibrated, "FORMATS", ("int4", "int4_g32", "int2"))
+    monkeypatch.setattr(calibrate, "WINDOWS", ((0, 0), (4, 0)))
+    session = Session.start(Options(device="cpu", quick=True))
+    records = list(calibrated.PlansJob((3.5,)).measure(session))
+    assert {r.case for r in records} == {"prose, within 3.5 bits"}
+    assert [r.formats.startswith("by layer") for r in records] == [True] + [False] * (len(records) - 1)
+    assert 2 <= len(records) <= 1 + calibrated.BESIDE
+    assert all(r.bits <= 3.5 and r.error > 0 for r in records)  # type: ignore[operator]
+    assert len([*tmp_path.glob("quick-plans/measured*.jsonl")]) == 4
+    assert [row[0] for row in evidence.table(records)[1]] == ["prose, within 3.5 bits"] * len(records)
+    best = min(r.error for r in records[1:]) / records[0].error  # type: ignore[type-var, operator]
+    assert calibrated.gains(records)[0].endswith(f"by a factor of {best:.2f} to {best:.2f}.")
+    monkeypatch.setattr(Session, "earlier", lambda self: records)
+    assert list(calibrated.PlansJob((3.5,)).measure(session)) == []
 
 
 def test_dither_moves_weights_by_half_a_step_at_most() -> None:
@@ -215,7 +238,7 @@ def test_a_group_that_fails_is_measured_setting_by_setting(monkeypatch: pytest.M
         yield from (Record(op, {}, accuracy.formats_of(s), "halfbyte", 0, WHERE, case=case, error=1.0) for s in settings)
 
     monkeypatch.setattr(evidence, "quality_records", records_of)
-    monkeypatch.setattr(evidence, "_model", lambda session, arithmetic: (None, ByteTokenizer()))
+    monkeypatch.setattr(evidence, "model_of", lambda session, arithmetic: (None, ByteTokenizer()))
     monkeypatch.setattr(evidence, "_tokens", lambda session, text, tokenizer: list(range(200)))
     session = Session.start(Options(device="cpu", quick=True))
     job = evidence.TextJob("prose", "bf16", (Setting("int8", "int8"), Setting("int4", "int4"), Setting("fp8", "fp8")), 1, 64)

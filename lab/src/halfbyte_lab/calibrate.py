@@ -164,11 +164,9 @@ def _calibrated(
     if exact is not None:
         ways = [steps.Way(exact, keys, candidates(lm, formats, any(exact), bool(keys)))]
         steps.check_sizes(lm, ways[0].choices, sizes)
-    name = (lambda way: output.with_stem(output.stem + way.name)) if exact is None else (lambda way: output)
-    stores = [
-        steps.Measurements(steps.measurements_path(name(way)), steps.fingerprint(lm, ids, chunk, way.exact, way.calibration))
-        for way in ways
-    ]
+    paths = [steps.measurements_path(output.with_stem(output.stem + way.name * (exact is None))) for way in ways]
+    ids_of = [steps.fingerprint(lm, ids, chunk, way.exact, way.calibration) for way in ways]
+    stores = [steps.Measurements(path, mine) for path, mine in zip(paths, ids_of, strict=True)]
     every, layers = [*zip(ways, stores, strict=True)], steps.sizes_of(lm).layers
     with progress(console(stderr=True)) as bar:
         task = bar.add_task("16-bit run", total=sum(steps.runs(way.choices, store, layers, sizes) for way, store in every))

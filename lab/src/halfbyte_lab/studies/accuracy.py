@@ -11,9 +11,9 @@ makes them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from halfbyte_lab.measure.tables import Table
 from halfbyte_lab.measure.timing import fixed_threads
 from halfbyte_lab.studies import Study
 
+T = TypeVar("T")
 QUALITY, KEYS = "quality", "attention over quantized keys"
 CACHES, WEIGHTS, PLAIN, BIASED = "KV cache", "weights", "keys", f"keys, bias {BIAS:.0f}"
 #: Windows and tokens of each: of the whole model, of the keys alone; in a quick run the smaller ones.
@@ -122,8 +123,8 @@ def quality_records(
     refused. late: windows are long; KL is that of their second half, and kernels are judged in a few layers, on
     the beginning of the first window.
     """
-    layers, (count, length) = recorded_heads(model, cut[:1, :JUDGED] if late else cut), cut.shape
-    layers = layers[:: max(1, len(layers) // 4)] if late else layers
+    heads, (count, length) = recorded_heads(model, cut[:1, :JUDGED] if late else cut), cut.shape
+    layers = dict([*enumerate(heads)][:: max(1, len(heads) // 4) if late else 1])
     plain, *reasons = [broken_promise(model, layers, s) for s in (Setting(), *settings)]
     why = dict(zip(settings, [plain or mine for mine in reasons], strict=True))
     usable = [s for s in settings if not why[s]]
@@ -138,15 +139,17 @@ def quality_records(
         yield replace(blank, refused=f"{case} {formats_of(s)}: {why[s]}")
 
 
-def broken_promise(model: Any, layers: Sequence[Heads], s: Setting) -> str:
-    """Which promise the kernels of a setting break on the heads and weights of this model, in words; "" where they keep all."""
+def of_layer(value: T | tuple[T, ...], layer: int) -> T:
+    """What an option of all layers, or of each, is in one."""
+    return value[layer] if isinstance(value, tuple) else value
 
-    def by_layer(value: Any) -> Sequence[Any]:
-        return value if isinstance(value, tuple) else (value,) * len(layers)
 
+def broken_promise(model: Any, layers: Mapping[int, Heads], s: Setting) -> str:
+    """Which promise the kernels of a setting break on the heads of some layers of this model, by number, and on its weights, in
+    words; "" where they keep all."""
     try:
-        for heads, *formats in zip(layers, by_layer(s.keys), by_layer(s.values), by_layer(s.rotate_keys), strict=True):
-            attended(heads, *formats)
+        for layer, heads in layers.items():
+            attended(heads, of_layer(s.keys, layer), of_layer(s.values, layer), of_layer(s.rotate_keys, layer))
         if s.weights is not None:
             _judge_products(model, s.weights)
     except BenchmarkRefused as error:

@@ -6,28 +6,22 @@ what a packed cache of 16 bits costs beside it, by another order of rounding. In
 itself; fp32 shows the formats alone. KL divergence and its noise are those of the second half of each window. A format is safe
 where its KL in bf16, noise included, is at most twice the floor on every text.
 
-Weights are also calibrated, on other prose and code than they are judged on, as they are and off their grid (`dithered`).
+Weights are also calibrated, on other prose and code than they are judged on, as they are and off their grid (`dithered`); so are
+formats by layer.
 
 `--output FILE` makes a run resumable: what the file holds is not measured again. With `--quick` the shipped model stands in.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-
-from halfbyte.paths import resolve_model
 from halfbyte.settings import CLIP
 from halfbyte.text import Tokenizer, heldout_text, windows
 from halfbyte_lab.evals import real_model
 from halfbyte_lab.evals.long_context import Tasks, found
-from halfbyte_lab.evals.model import load
 from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record
@@ -36,15 +30,24 @@ from halfbyte_lab.measure.tables import Table
 from halfbyte_lab.measure.timing import fixed_threads
 from halfbyte_lab.studies import Study
 from halfbyte_lab.studies.accuracy import QUALITY, formats_of, quality_records
+from halfbyte_lab.studies.calibrated import (
+    BASE,
+    BITS,
+    CALIBRATED_WEIGHTS,
+    PLANS,
+    CalibratedJob,
+    PlansJob,
+    calibrated_table,
+    gains,
+    model_of,
+)
 
 CACHE, OF_WEIGHTS, RETRIEVAL = "real model, cache", "real model, weights", "real model, retrieval"
-CALIBRATED = "real model, calibrated weights"
 #: Windows and tokens of each on a GPU, on a CPU, and of a quick run.
 TEXT, CPU_TEXT, QUICK_TEXT = (16, 4096), (4, 512), (1, 64)
 #: Tokens of the contexts that hide a key.
 CONTEXT, CPU_CONTEXT, QUICK_CONTEXT = 7168, 1024, 256
-ARITHMETIC = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BASE, FLOOR = Setting.of_transformers("bf16"), Setting()
+FLOOR = Setting()
 
 
 def _rotated(keys: str, values: str, sinks: int = 0, recent: int = 0) -> Setting:
@@ -92,9 +95,6 @@ WEIGHTS = (
 )
 #: Weights that are read on every text.
 MAIN_WEIGHTS = WEIGHTS[:6]
-#: Weights that are calibrated; windows and tokens of each that they are calibrated on, of each text, and judged on.
-CALIBRATED_WEIGHTS = ("int4_g64", "nvfp4", "nf4")
-READ, JUDGED, QUICK_READ, QUICK_JUDGED = (32, 1024), (20, 2048), (2, 512), (1, 64)
 RETRIEVED = LADDER[:12]
 #: In fp32, which no kernel of a GPU reads.
 EXACT = LADDER[:9]
@@ -115,21 +115,11 @@ def jobs(session: Session) -> list[Job]:
     groups = [part for job in parts for part in job.parts(session)[: 1 if quick else None]]
     calibrated = [CalibratedJob(name, moved) for moved in (False, True) for name in CALIBRATED_WEIGHTS][: 1 if quick else None]
     retrieved = [RetrievalJob(setting, context) for setting in RETRIEVED[: 2 if quick else None]]
-    return [*groups[:-1], *calibrated, *retrieved, *groups[-1:]]
+    return [*groups[:-1], *calibrated, PlansJob(BITS[: 1 if quick else None]), *retrieved, *groups[-1:]]
 
 
 def _size(session: Session) -> tuple[int, int]:
     return QUICK_TEXT if session.options.quick else TEXT if session.device.kind == "cuda" else CPU_TEXT
-
-
-def _model(session: Session, arithmetic: str) -> tuple[Any, Tokenizer]:
-    return _loaded(resolve_model("demo") if session.options.quick else str(real_model.folder()), session.device.torch, arithmetic)
-
-
-@functools.lru_cache(maxsize=1)
-def _loaded(folder: str, device: torch.device, arithmetic: str) -> tuple[Any, Tokenizer]:
-    model, tokenizer = load(folder, device)
-    return model.to(ARITHMETIC[arithmetic]), tokenizer
 
 
 def _tokens(session: Session, text: str, tokenizer: Tokenizer) -> list[int]:
@@ -157,7 +147,7 @@ class TextJob:
         done = {r.formats for r in session.earlier() if (r.op, r.case, r.shape.get("T")) == (self.op, self.name, self.length)}
         if not (selection := [s for s in self._selection(session) if formats_of(s) not in done]):
             return
-        model, tokenizer = _model(session, self.arithmetic)
+        model, tokenizer = model_of(session, self.arithmetic)
         cut = windows(_tokens(session, self.text, tokenizer), self.length, self.count, tokenizer.bos)
         with fixed_threads(session.threads):
             try:
@@ -204,72 +194,12 @@ class RetrievalJob:
         done = any((r.op, r.formats, r.shape) == (self.op, formats, shape) for r in session.earlier())
         if done or not session.wants(f"{self.op}: {self.name}", formats, "halfbyte"):
             return
-        model, tokenizer = _model(session, "bf16")
+        model, tokenizer = model_of(session, "bf16")
         tasks = Tasks(model, tokenizer, _tokens(session, "prose", tokenizer), self.context)
         with fixed_threads(session.threads):
             share = found(model, self.setting, tasks, lambda: None)
         blank = Record(self.op, shape, formats, "halfbyte", 0, session.environment, case=self.name)
         yield replace(blank, error=1 - share, error_kind="share of key tokens not retrieved")
-
-
-@dataclass(frozen=True)
-class CalibratedJob:
-    """Divergence of weights that are rounded to nearest, and of calibrated ones, from 16-bit weights, in fp32.
-
-    dithered: the model's weights are moved off the grid of the file that they come from.
-    """
-
-    weights: str
-    dithered: bool
-    op: str = CALIBRATED
-
-    @property
-    def name(self) -> str:
-        """The model, as a part of the case of its records."""
-        return "dithered, fp32" if self.dithered else "fp32"
-
-    def measure(self, session: Session) -> Iterator[Record]:
-        """One record for each text and way of rounding that the output does not hold yet."""
-        from halfbyte import hf
-
-        done = {(r.op, r.case, r.formats) for r in session.earlier()}
-        model, tokenizer = _model(session, "bf16")
-        model = real_model.dithered(model) if self.dithered else model
-        read, judged = _calibration_tokens(session, tokenizer)
-        plain = real_model.dense(copy.deepcopy(model))
-        for formats, tokens in ((self.weights, None), (f"{self.weights} calibrated", read)):
-            if all((self.op, f"{text}, {self.name}", formats) in done for text in judged):
-                continue
-            if not session.wants(f"{self.op}: {self.name}", formats, "halfbyte"):
-                continue
-            rounded = real_model.dense(hf.quantize(copy.deepcopy(model), self.weights, calibrate=tokens))
-            for text, cut in judged.items():
-                kl = _divergence(plain, rounded, cut)
-                blank = Record(
-                    self.op, dict(zip(("windows", "T"), cut.shape, strict=True)), formats, "halfbyte", 0, session.environment
-                )
-                noise = 2 * float(kl.std()) / math.sqrt(kl.numel())
-                case = f"{text}, {self.name}"
-                yield replace(blank, case=case, error=float(kl.mean()), noise=noise, error_kind="mean KL divergence, nats")
-
-
-def _calibration_tokens(session: Session, tokenizer: Tokenizer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Windows to calibrate on, of all texts, and by text those that judge."""
-    quick, half = session.options.quick, len(heldout_text()) // 2
-    texts = {"prose": (heldout_text()[:half], heldout_text()[half:])} if quick else real_model.calibration_texts()
-    read, judged = (QUICK_READ, QUICK_JUDGED) if quick else (READ, JUDGED)
-    parts = [windows(tokenizer.encode(mine), read[1], read[0]) for mine, _ in texts.values()]
-    return torch.cat(parts), {text: windows(tokenizer.encode(other), judged[1], judged[0]) for text, (_, other) in texts.items()}
-
-
-@torch.no_grad()
-def _divergence(plain: Any, rounded: Any, cut: torch.Tensor) -> torch.Tensor:
-    """KL divergence of each predicted token but the first of each window, for windows [n, T]."""
-    parts = []
-    for window in cut.to(plain.device):
-        p, q = (m(input_ids=window[None], use_cache=False).logits.float().log_softmax(-1) for m in (plain, rounded))
-        parts.append((p.exp() * (p - q)).sum(-1)[0, 1:])
-    return torch.cat(parts)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
@@ -305,7 +235,7 @@ def verdicts(measured: Sequence[Record]) -> dict[str, bool]:
 
 def bits_of(r: Record) -> tuple[float, ...]:
     """Bits an element, the tokens that stay in 16 bits counted at each of `CONTEXTS`; one number where there are none."""
-    bits, exact = r.bits or 16.0, sum(BY_NAME[r.formats].exact) if r.formats in BY_NAME else 0
+    bits, exact = r.bits or 16.0, sum(BY_NAME[r.formats].exact) if r.formats in BY_NAME and r.op != PLANS else 0
     return tuple(bits + (16 - bits) * exact / context for context in CONTEXTS) if exact else (bits,)
 
 
@@ -316,7 +246,8 @@ def table(measured: Sequence[Record]) -> Table:
     rows.sort(key=lambda r: (r.op != CACHE, r.case.endswith("fp32"), r.case, -bits_of(r)[0], order.get(r.formats, 0)))
     limits = floors(measured)
     found_rows = [r for r in measured if r.op == RETRIEVAL and r.error is not None]
-    return HEADERS, [*(_row(r, limits) for r in rows), *(_retrieved(r) for r in found_rows)]
+    by_layer = sorted((r for r in measured if r.op == PLANS and r.error is not None), key=lambda r: (r.case, r.error or 0.0))
+    return HEADERS, [*(_row(r, limits) for r in (*rows, *by_layer)), *(_retrieved(r) for r in found_rows)]
 
 
 def _row(r: Record, limits: dict[str, float]) -> tuple[str, ...]:
@@ -337,18 +268,6 @@ def _row(r: Record, limits: dict[str, float]) -> tuple[str, ...]:
 def _retrieved(r: Record) -> tuple[str, ...]:
     share = f"{100 * (1 - (r.error or 0)):.0f} % of key tokens retrieved"
     return (f"retrieval, {r.case}", r.formats, "", share, *[""] * (len(HEADERS) - 4))
-
-
-def calibrated_table(measured: Sequence[Record]) -> Table:
-    """One row for each text, model and format that is calibrated."""
-    errors = {(r.case, r.formats): r.error for r in measured if r.op == CALIBRATED and r.error}
-    pairs = [(case, name, errors[case, name], errors.get((case, f"{name} calibrated"))) for case, name in sorted(errors)]
-    rows = [
-        (case, name, f"{nearest:.3f}", f"{error:.3f}", f"{100 * (1 - error / nearest):.0f}")
-        for case, name, nearest, error in pairs
-        if error
-    ]
-    return ("weights judged on", "formats", "KL, nearest", "KL, calibrated", "less, %"), rows
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
@@ -378,8 +297,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 def says(measured: Sequence[Record]) -> list[str]:
     """Which caches are safe, and the smallest of them."""
     limits = {case: floor for case, floor in floors(measured).items() if case.endswith("bf16")}
-    gains = [int(row[-1]) for row in calibrated_table(measured)[1]]
-    gained = [f"Calibrated weights have {min(gains)} to {max(gains)} % less KL than rounded ones on other text."] if gains else []
+    gained = gains(measured)
     if not limits:
         return gained
     names = [r for r in measured if r.op == CACHE and r.case == "prose, bf16" and r.formats != formats_of(FLOOR)]

@@ -154,7 +154,7 @@ class ContinuationsJob:
             return
         model, tokens = shipped(session.device.torch, self.outliers)
         tasks, base = Tasks(model, ByteTokenizer(), tokens, self.context), None
-        layers = recorded_heads(model, windows(tokens, CHUNK, 1))
+        layers = dict(enumerate(recorded_heads(model, windows(tokens, CHUNK, 1))))
         with fixed_threads(session.threads):
             for setting in (Setting(), *selection):
                 blank = Record(self.op, {"T": self.context}, setting.kv, "halfbyte", 0, session.environment, case=self.name)

@@ -76,7 +76,7 @@ class Case:
 
     @property
     def formats(self) -> Formats:
-        """Of the quantized model: the same in every case but for weights that groups of 128 do not divide."""
+        """Of the quantized model: the same in every case but for weights whose K groups of 128 do not divide."""
         return Formats(self.weights, "int8", "int4_g32", "int8_col")
 
     @property
@@ -98,7 +98,7 @@ CASES = (
         for name, model, weights in (
             ("9b", "qwen3.5-9b", "int4_g128"),
             ("30b", "qwen3-30b-a3b", "int4_g128"),
-            ("20b", "gpt-oss-20b", "int4_g64"),
+            ("20b", "gpt-oss-20b", "mxfp4"),
         )
         for batch in (1, 8)
     ),
