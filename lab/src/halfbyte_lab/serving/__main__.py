@@ -19,7 +19,7 @@ from typing import Any
 import halfbyte_lab.serving as package
 from halfbyte.device import describe
 from halfbyte_lab.measure.environment import environment
-from halfbyte_lab.model_step import SIZES
+from halfbyte_lab.model_sizes import SIZES
 from halfbyte_lab.serving import engine, folders
 from halfbyte_lab.serving.modes import PLAIN, Mode
 
