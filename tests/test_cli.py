@@ -336,9 +336,9 @@ def test_formats_lists_every_format(capsys: pytest.CaptureFixture[str]) -> None:
 
 WITHOUT = """
 import sys
-sys.modules["transformers"] = None
+sys.modules[sys.argv[1]] = None
 from halfbyte.cli import main
-for line in sys.argv[1:]:
+for line in sys.argv[2:]:
     try:
         main(line.split())
     except SystemExit as left:
@@ -361,10 +361,46 @@ def test_a_version_that_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPat
 def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> None:
     commands = ["eval demo", "generate demo --prompt x", "memory demo", "extract demo -o x", "calibrate demo --bits 5 -o x", "demo"]
     commands += ["quantize demo --weights nf4 -o x", "quantize --from demo -o x"]
-    done = subprocess.run([sys.executable, "-c", WITHOUT, *commands], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", WITHOUT, "transformers", *commands], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == ["1"] * len(commands), done.stderr
     said = rf"halfbyte: halfbyte.hf needs transformers, which is not installed: {TRANSFORMERS}\n"
     assert re.fullmatch(said * len(commands), done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Which takes seconds: each line names a file that is not there, a folder, or a place that cannot be written."""
+    refused = {
+        "eval demo --text FILE": "text='FILE' cannot be read (no such file)",
+        "eval demo --text .": "text='.' cannot be read (it is a folder)",
+        "eval demo --plan FILE": "plan='FILE'",
+        "eval demo --calibration FILE": "calibration='FILE'",
+        "eval demo --output no/FILE": "--output 'no/FILE'",
+        "eval demo --suite --card no/FILE.json": "--card 'no/FILE.json'",
+        "eval demo --suite --card FILE": "--card 'FILE'; give a name that ends with .json",
+        "eval ./FILE": "model='./FILE'",
+        "generate ./FILE --prompt x": "model='./FILE'",
+        "generate demo --prompt x --calibration FILE": "calibration='FILE'",
+        "quantize demo --calibrate FILE -o x": "calibrate='FILE'",
+        "quantize ./FILE -o x": "model='./FILE'",
+        "quantize --from ./FILE -o x": "model='./FILE'",
+        "quantize demo -o no/FILE": "output='no/FILE'",
+        "calibrate demo -o x --text FILE": "text='FILE'",
+        "calibrate demo -o no/FILE": "--output 'no/FILE'",
+        "calibrate demo --bits 5 -o x --calibration FILE": "calibration='FILE'",
+        "advise demo --card FILE": "card='FILE'",
+        "memory ./FILE": "model='./FILE'",
+        "warmup ./FILE": "model='./FILE'",
+        "extract demo -o no/FILE": "output='no/FILE'",
+        "extract ./FILE -o x": "model='./FILE'",
+        "bench model demo --output /proc/no/FILE": "--output",
+        "demo --output no/FILE": "--output 'no/FILE'",
+    }
+    done = subprocess.run([sys.executable, "-c", WITHOUT, "torch", *refused], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["1"] * len(refused), done.stderr
+    for said, named in zip(done.stderr.splitlines(), refused.values(), strict=True):
+        assert said.startswith("halfbyte: ")
+        assert named in said
     assert not list(tmp_path.iterdir())
 
 
@@ -394,6 +430,10 @@ def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> N
         (["calibrate", "demo", "--bits", "5", "-o", "plan.json", "--formats", "int9"], "formats='int9'"),
         (["extract", "demo", "-o", "./no-such-folder/it"], "the folder it would lie in"),
         (["quantize", "demo", "--weights", "int3", "-o", "./it"], "weights='int3'"),
+        (["quantize", "demo", "--weights", "nf4", "-o", "./it", "--calibrate", __file__, "--device", "tpu"], "device='tpu'"),
+        (["eval", "demo", "--text", "/dev/null"], "the text has 0 tokens"),
+        (["calibrate", "demo", "-o", "./it", "--text", "/dev/null"], "the text has 0 tokens"),
+        (["eval", "demo", "--suite", "--text", "/dev/null"], "the text has 0 tokens"),
         (["quantize", "demo", "--weights", "nf4", "-o", "/proc/it"], "output='/proc/it' cannot be written"),
     ],
 )
@@ -418,7 +458,7 @@ def test_more_tokens_than_positions_are_noted(capsys: pytest.CaptureFixture[str]
     def stop(*_: object) -> None:
         raise halfbyte.HalfbyteError("loads now")
 
-    monkeypatch.setattr("halfbyte_lab.evals.model.load", stop)
+    monkeypatch.setattr("halfbyte_lab.evals.model.model_of", stop)
     for length, noted in (("1024", False), ("999999", True)):
         assert run("eval", "demo", "--length", length) == 1
         assert ("note: 999,999 tokens are more than" in capsys.readouterr().err) is noted

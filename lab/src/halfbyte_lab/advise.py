@@ -12,7 +12,7 @@ import typer
 
 from halfbyte import settings
 from halfbyte.cli.options import Dtype
-from halfbyte.cli.shared import Json, Model, Where, Wide, console, human_bytes, print_table, token_count
+from halfbyte.cli.shared import Json, Model, Where, Wide, console, human_bytes, print_table, readable, token_count
 from halfbyte.errors import check
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def advise(
     weights: Annotated[
         str | None, typer.Option(help="The only weight format to consider; default: several, or the folder's own.")
     ] = None,
-    card: Annotated[Path | None, typer.Option(help="An evidence card, as halfbyte eval MODEL --suite writes it.")] = None,
+    card: Annotated[
+        Path | None, typer.Option(help="An evidence card, as halfbyte eval MODEL --suite writes it.", callback=readable)
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the evidence first, on 8 windows of 512 tokens.")] = False,
     dtype: Dtype = settings.HALVES[0],
     device: Where = None,

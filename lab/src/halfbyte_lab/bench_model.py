@@ -43,6 +43,7 @@ def bench_model(
     wide: Wide = False,
 ) -> None:
     """Tokens a second of a whole model: transformers in 16 bits, halfbyte in several ways, and where a step's time goes."""
+    check_appendable(output, "output")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints lines of its own to stderr
     from halfbyte.device import describe
     from halfbyte.hf.model_support import read_config
@@ -51,7 +52,6 @@ def bench_model(
     from halfbyte_lab.model_sizes import of_sizes
     from halfbyte_lab.model_step import Formats, Steps, load, measure
 
-    check_appendable(output, "output")
     steps, machine = Steps(batch, context, new), describe(device)
     formats = Formats(weights, keys, values, None if lm_head == "bf16" else lm_head, dtype)
     lm = of_sizes(read_config(resolve_model(model)), machine, formats) if random else load(model, machine, formats)

@@ -9,7 +9,7 @@ import typer
 
 from halfbyte import settings
 from halfbyte.cli.options import Calibration, Dtype
-from halfbyte.cli.shared import Model, RecentTokens, SinkTokens, Where, console, print_table, words
+from halfbyte.cli.shared import Model, RecentTokens, SinkTokens, Where, console, print_table, readable, words
 from halfbyte.errors import InvalidArgument, check
 from halfbyte_lab.options import Html, check_page, check_writable
 
@@ -30,7 +30,8 @@ def calibrate(
         str, typer.Option(help="Size of the cache in bits per element, scales included; several make a plan each. None: keys.")
     ] = "",
     text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text that resembles the model's inputs; default: the shipped held-out text.")
+        Path | None,
+        typer.Option(help="A UTF-8 text that resembles the model's inputs; default: the shipped held-out text.", callback=readable),
     ] = None,
     formats: Annotated[str, typer.Option(help="Formats to choose from, separated by commas; default: all that fit.")] = "",
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 4,
@@ -53,9 +54,6 @@ def calibrate(
     Measures each layer's keys and values in each format, finds the best assignment and compares it with the best uniform choices.
     Measurements are kept next to the plan: an interrupted run resumes, and another size is quick.
     """
-    from halfbyte.formats import key_format
-    from halfbyte_lab.evals.quality import check_exact
-
     check_writable(output, "output")
     if not bits:
         options = {
@@ -74,9 +72,12 @@ def calibrate(
     sizes, exact = _sizes(bits), (sink_tokens, recent_tokens)
     for option, count in (("--sink-tokens", sink_tokens), ("--recent-tokens", recent_tokens)):
         check(count >= 0, f"{option} {count}; expected a number of tokens, 0 or more")
-    check_exact(exact, length)
     check(not (search and any(exact)), "--search chooses sink and recent tokens; leave --sink-tokens and --recent-tokens out")
     check_page(html, "html")
+    from halfbyte.formats import key_format
+    from halfbyte_lab.evals.quality import check_exact
+
+    check_exact(exact, length)
     for name in words(formats):
         key_format(name, "formats")
     keys = "" if calibration is None else str(calibration)
@@ -96,12 +97,12 @@ def _keys(model: str, output: Path, text: Path | None, cut: tuple[int, int, int]
     """Calibrate keys and write them. where: the device, and the 16-bit type."""
     from halfbyte.text import read_text
     from halfbyte_lab.evals.calibrate_keys import calibrate_keys
-    from halfbyte_lab.evals.model import load
+    from halfbyte_lab.evals.model import model_of, tokenizer_of
     from halfbyte_lab.progress import progress
 
     content, (count, length, chunk) = read_text(text), cut
-    lm, tokenizer = load(model, *where)
-    ids = _windows(tokenizer, content, length, count)
+    ids = _windows(tokenizer_of(model), content, length, count)
+    lm = model_of(model, *where)
     with progress(console(stderr=True)) as bar:
         task = bar.add_task("reading", total=count * -(-length // chunk))
         keys = calibrate_keys(lm, ids, chunk, lambda: bar.advance(task))
@@ -153,13 +154,12 @@ def _calibrated(
     from halfbyte.text import read_text
     from halfbyte_lab.evals import calibrate as steps
     from halfbyte_lab.evals.assignment import candidates
-    from halfbyte_lab.evals.model import load
+    from halfbyte_lab.evals.model import model_of, tokenizer_of
     from halfbyte_lab.progress import progress
 
-    content = read_text(text)
-    lm, tokenizer = load(model, *where)
-    count, length, chunk = cut
-    ids = _windows(tokenizer, content, length, count)
+    content, (count, length, chunk) = read_text(text), cut
+    ids = _windows(tokenizer_of(model), content, length, count)
+    lm = model_of(model, *where)
     ways = steps.ways(lm, formats, keys, length)
     if exact is not None:
         ways = [steps.Way(exact, keys, candidates(lm, formats, any(exact), bool(keys)))]

@@ -43,12 +43,12 @@ def demo(
     wide: Wide = False,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
+    check_page(html, "html")
+    check_writable(output, "output")
     from halfbyte_lab.evals.demo import demo as run
     from halfbyte_lab.evals.pages import append_records
     from halfbyte_lab.evals.present import HEADERS, rows
 
-    check_page(html, "html")
-    check_writable(output, "output")
     server = _bound(port) if serve else None
     result = run(html, console(), console(stderr=True), quick, device)
     if wide:
@@ -88,10 +88,10 @@ def extract(
     head: Annotated[int | None, typer.Option(help="Only this query head and its KV head.")] = None,
 ) -> None:
     """Write one attention layer's q, k and v projections as wq.npy, wk.npy, wv.npy, bq.npy, bk.npy, bv.npy and metadata.json."""
+    check_new_folder(output)  # before the seconds that imports take
     from halfbyte.paths import new_folder
     from halfbyte_lab.extract import load_layer
 
-    check_new_folder(output)
     projections = load_layer(model, layer, head)
     with new_folder(output) as folder:
         projections.save(folder)

@@ -12,7 +12,7 @@ import typer
 from halfbyte import settings
 from halfbyte.cli.models import Clip, Weights, cache_options
 from halfbyte.cli.options import CacheFormats, Dtype, with_options
-from halfbyte.cli.shared import LmHead, Model, Where, console, print_table, token_count
+from halfbyte.cli.shared import LmHead, Model, Where, console, print_table, readable, token_count
 from halfbyte.errors import check
 from halfbyte_lab.options import EvalOptions, check_page, check_writable
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from halfbyte_lab.evals.quality import Setting
 
 Plan = Annotated[
-    Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
+    Path | None,
+    typer.Option(
+        help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.", callback=readable
+    ),
 ]
 
 
@@ -38,7 +41,9 @@ def evaluate(
     clip: Clip = None,
     plan: Plan = None,
     every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.", callback=readable)
+    ] = None,
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, spread over the text; default: all.")] = None,
     length: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens fed at a time.")] = 16,
@@ -54,23 +59,23 @@ def evaluate(
     device: Where = None,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
+    check_page(results_to.html, "html")
+    check_writable(results_to.output, "output")
+    for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
+        check(value is None or value >= least, f"{name}={value}; expected at least {least}")
+    card = results_to.card_of(model)
     from halfbyte.hf.model_support import head_dims, text_config
     from halfbyte.text import read_text
     from halfbyte.text import windows as cut
     from halfbyte_lab.evals import long_context, pages, suite
     from halfbyte_lab.evals.choices import limit
-    from halfbyte_lab.evals.model import load
+    from halfbyte_lab.evals.model import model_of, tokenizer_of
     from halfbyte_lab.evals.own_attention import agreement
     from halfbyte_lab.evals.present import HEADERS, records, rows, verdict
     from halfbyte_lab.evals.quality import Setting, check_exact, every_kv_setting, every_weight_setting, run_evaluation
 
-    check_page(results_to.html, "html")
-    check_writable(results_to.output, "output")
-    for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
-        check(value is None or value >= least, f"{name}={value}; expected at least {least}")
-    check(results_to.suite or not (results_to.card or results_to.tasks), "--card and --tasks say something about --suite; add it")
-    if results_to.suite:
-        suite.run(model, results_to, text, (windows, length, chunk, long), device, dtype)
+    if card is not None:
+        suite.run(model, results_to, card, text, (windows, length, chunk, long), device, dtype)
         return
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     content = read_text(text)
@@ -81,9 +86,10 @@ def evaluate(
     dim = head_dims(text_config(config))[0]
     choices = [*every_kv_setting(dim, dtype), *every_weight_setting(dtype)] if every else [setting]
     _warn_of_positions(config, max(length, long or 0))
-    lm, tokenizer = load(model, device, dtype)
+    tokenizer = tokenizer_of(model)
     ids = tokenizer.encode(content)
     tokens = cut(ids, length, windows, tokenizer.bos)
+    lm = model_of(model, device, dtype)
     tasks = None if long is None else long_context.Tasks(lm, tokenizer, ids, long)
     plain, own = Setting.plain(dtype), Setting.of_transformers(dtype)
     runs = [plain, *[s for s in choices if s != plain]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from halfbyte.cli.options import Output, with_options
 from halfbyte.cli.shared import Json, Where, Wide, short, token_count, whole_number, words
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import InvalidArgument, check, require
 
 if TYPE_CHECKING:
     from halfbyte_lab.measure.session import Session
@@ -38,6 +39,22 @@ class EvalOptions:
         str,
         typer.Option(help="With --suite: tasks of lm-eval, or files NAME.yaml of local ones, separated by commas; needs lm-eval."),
     ] = ""
+
+    def card_of(self, model: str) -> Path | None:
+        """Where --suite writes the card of a model; None without it. What can be known before a model is loaded is checked."""
+        if not self.suite:
+            check(not (self.card or self.tasks), "--card and --tasks say something about --suite; add it")
+            return None
+        path = self.card or Path(f"{re.sub(r'[^A-Za-z0-9.-]+', '-', Path(model).name).strip('-') or 'model'}-card.json")
+        check(path.suffix == ".json", f"--card {str(path)!r}; give a name that ends with .json")
+        check(self.html is None and self.output is None, "--suite writes a card; leave out --html and --output")
+        for file in (path, path.with_suffix(".md")):
+            check_writable(file, "card")
+        if self.tasks:
+            require("lm_eval", "--tasks")
+            missing = [task for task in words(self.tasks) if task.endswith(".yaml") and not Path(task).is_file()]
+            check(not missing, f"--tasks {missing[:1]}: no such file; pass the YAML file of a task, or the name of one of lm-eval")
+        return path
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from halfbyte.cli.shared import (
     console,
     load_model,
     parse_layers,
+    readable,
     words,
 )
 from halfbyte.errors import InvalidArgument, check
@@ -202,7 +203,10 @@ def quantize(
     clip: Clip = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="A UTF-8 text like the model's inputs: weights are rounded so that errors cancel for it; minutes."),
+        typer.Option(
+            help="A UTF-8 text like the model's inputs: weights are rounded so that errors cancel for it; minutes.",
+            callback=readable,
+        ),
     ] = None,
     dtype: Annotated[str | None, OfHalves] = None,
     device: Annotated[
@@ -287,8 +291,8 @@ def _quantized(
     if text is None:
         quantized = hf.load(folder, weights=weights, dtype=half, **options)
         return quantized
-    content = read_text(text)
-    quantized = hf.load(folder, dtype=half).to(describe(device).torch)
+    content, where = read_text(text), describe(device).torch
+    quantized = hf.load(folder, dtype=half).to(where)
     return hf.quantize(quantized, weights, calibrate=content, **options).cpu()  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from halfbyte import settings
-from halfbyte.cli.shared import RecentTokens, SinkTokens
+from halfbyte.cli.shared import RecentTokens, SinkTokens, readable
 
 
 def _known_half(dtype: str | None) -> str | None:
@@ -25,7 +25,9 @@ Rotate = Annotated[
     bool | None,
     typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
 ]
-Calibration = Annotated[Path | None, typer.Option(help="Calibrated keys, as halfbyte calibrate writes them without --bits.")]
+Calibration = Annotated[
+    Path | None, typer.Option(help="Calibrated keys, as halfbyte calibrate writes them without --bits.", callback=readable)
+]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
 OfHalves = typer.Option("--dtype", help="16-bit type of what is not quantized: bf16 or fp16.", callback=_known_half)
 Dtype = Annotated[str, OfHalves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer import CallbackParam
 from typer.core import TyperCommand, TyperGroup
 
 from halfbyte.errors import InvalidArgument, check
@@ -55,9 +57,13 @@ class App(typer.Typer):
 
 
 def _answered_at_once(model: str | None) -> str | None:
-    """Where the Hub cannot be reached, its client retries for half a minute; in offline mode it answers at once, from its cache."""
-    from halfbyte.paths import is_hub_id
+    """Refuse what is no model here. Where the Hub cannot be reached, its client retries for half a minute; in offline mode it
+    answers at once, from its cache.
+    """
+    from halfbyte.paths import is_hub_id, resolve_model
 
+    if model is not None:
+        resolve_model(model)
     if model is None or not is_hub_id(model) or urllib.request.getproxies():
         return model
     with contextlib.suppress(ImportError):  # without transformers the command says so
@@ -68,6 +74,14 @@ def _answered_at_once(model: str | None) -> str | None:
         except OSError:
             constants.HF_HUB_OFFLINE = True
     return model
+
+
+def readable(parameter: CallbackParam, path: Path | None) -> Path | None:
+    """A callback of options that name a file to read: refuse one that cannot be read before the seconds that imports take."""
+    if path is not None and (path.is_dir() or not os.access(path, os.R_OK)):  # a pipe is not opened: it would end
+        reason = "it is a folder" if path.is_dir() else "it may not be read" if path.exists() else "no such file"
+        raise InvalidArgument(f"{parameter.name}={str(path)!r} cannot be read ({reason})")
+    return path
 
 
 Model = Annotated[

@@ -9,8 +9,8 @@ import torch
 
 from halfbyte.cli.shared import load_model
 from halfbyte.device import describe
-from halfbyte.errors import check
-from halfbyte.memory import packed_layers
+from halfbyte.errors import check, require
+from halfbyte.memory import load_config, packed_layers
 from halfbyte.paths import resolve_model
 from halfbyte.text import Tokenizer, load_tokenizer
 from halfbyte_lab.evals.quality import Setting, cache_for
@@ -22,11 +22,22 @@ def load(name: str, device: torch.device | str | None = None, dtype: str = "bf16
     device: where the model goes; None: the GPU if there is one. dtype: the 16-bit type of weights that are not quantized, and of
     16-bit caches; one of `settings.HALVES`.
     """
+    tokenizer = tokenizer_of(name)
+    return model_of(name, device, dtype), tokenizer
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """The tokenizer alone, so that a text is checked before the model is loaded."""
+    require("transformers", "halfbyte.hf")
+    folder = resolve_model(name)
+    return load_tokenizer(folder, load_config(folder).get_text_config(decoder=True).vocab_size)
+
+
+def model_of(name: str, device: torch.device | str | None = None, dtype: str = "bf16") -> Any:
+    """The model alone, as of `load`."""
     from halfbyte import hf
 
-    model = load_model(name, device, dtype)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    return hf.quantize(model, keys=dtype, values=dtype), load_tokenizer(resolve_model(name), vocabulary)
+    return hf.quantize(load_model(name, device, dtype), keys=dtype, values=dtype)
 
 
 def write(

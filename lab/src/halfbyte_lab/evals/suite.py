@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,11 +26,11 @@ from halfbyte.text import windows as cut
 from halfbyte_lab.evals.card import FIGURES, KIND, VERSION, WEIGHTS, Card, first_fitting, fits, sizes_of
 from halfbyte_lab.evals.choices import caches, limit
 from halfbyte_lab.evals.long_context import LongContext, Tasks, run_long_context
-from halfbyte_lab.evals.model import load
+from halfbyte_lab.evals.model import load, model_of, tokenizer_of
 from halfbyte_lab.evals.own_attention import agreement
 from halfbyte_lab.evals.quality import Quality, Setting, run_evaluation, with_weights
 from halfbyte_lab.measure.environment import environment
-from halfbyte_lab.options import EvalOptions, check_writable
+from halfbyte_lab.options import EvalOptions
 
 #: Windows and tokens of the long contexts where no option says otherwise.
 DEFAULT_WINDOWS, DEFAULT_LONG = 8, 1024
@@ -43,18 +42,18 @@ SHIPPED_TEXT = "the shipped held-out text"
 def run(
     model: str,
     options: EvalOptions,
+    path: Path,
     text: Path | None,
     sizes: tuple[int | None, int, int, int | None],
     device: str | None,
     dtype: str,
 ) -> None:
-    """Measure, write the card and show it. sizes: windows, tokens of each, tokens fed at a time, tokens of long contexts."""
-    path, content = _card_path(options, model), read_text(text)
-    lm, tokenizer = load(model, device, dtype)
+    """Measure, write the card to `path`, show it. sizes: windows, tokens of each, tokens fed at a time, tokens of long contexts."""
+    content, tokenizer = read_text(text), tokenizer_of(model)
     (count, length, chunk, long), ids = sizes, tokenizer.encode(content)
     parts, long = cut(ids, length, count or DEFAULT_WINDOWS, tokenizer.bos), DEFAULT_LONG if long is None else long
     suite = Suite(model, _text_name(text, content), ids, parts, chunk, long, tuple(words(options.tasks)))
-    card = measure(lm, tokenizer, suite, console(stderr=True))
+    card = measure(model_of(model, device, dtype), tokenizer, suite, console(stderr=True))
     _show(card, options)
     message = f"card: {' and '.join(map(str, write(card, path)))}. Use it: halfbyte advise {model} --card {path}"
     console(stderr=options.as_json).print(message, markup=False, highlight=False)
@@ -66,20 +65,6 @@ def short_card(model: str, device: str | None, dtype: str) -> Card:
     ids = tokenizer.encode(heldout_text())
     suite = Suite(model, SHIPPED_TEXT, ids, cut(ids, 512, 8, tokenizer.bos), chunk=16, long=0)
     return measure(lm, tokenizer, suite, console(stderr=True))
-
-
-def _card_path(options: EvalOptions, model: str) -> Path:
-    """Where the card goes. Everything that can be known before a model is loaded is checked."""
-    path = options.card or Path(f"{re.sub(r'[^A-Za-z0-9.-]+', '-', Path(model).name).strip('-') or 'model'}-card.json")
-    check(path.suffix == ".json", f"--card {str(path)!r}; give a name that ends with .json")
-    check(options.html is None and options.output is None, "--suite writes a card; leave out --html and --output")
-    for file in (path, path.with_suffix(".md")):
-        check_writable(file, "card")
-    if options.tasks:
-        require("lm_eval", "--tasks")
-        missing = [task for task in words(options.tasks) if task.endswith(".yaml") and not Path(task).is_file()]
-        check(not missing, f"--tasks {missing[:1]}: no such file; pass the YAML file of a task, or the name of one of lm-eval")
-    return path
 
 
 def _text_name(path: Path | None, text: str) -> str:
