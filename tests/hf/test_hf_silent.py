@@ -23,6 +23,7 @@ from halfbyte import errors
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.hf.attention import attention
 from halfbyte.hf.weights import packed_share
+from halfbyte.nn import QuantLinear
 from halfbyte.paths import shipped_model
 
 # ------------------------------------------------------------------------------------- saved folders, opened without halfbyte
@@ -450,3 +451,19 @@ def test_a_batched_pipeline(shipped):
     texts, options = ["def main():\n    ", "import os, sys, json"], {"max_new_tokens": 8, "do_sample": False}
     alone = [run(text, **options)[0]["generated_text"] for text in texts]
     assert [made[0]["generated_text"] for made in run(texts, batch_size=2, **options)] == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
+def test_models_made_from_one_configuration_stay_apart(tmp_path, family):
+    """Quantizing one must not make a folder of the other claim formats, nor a packed cache."""
+    first = tiny_model(family)
+    second = type(first)(first.config)
+    held, before = first.config, first.config.to_dict()
+    hf.quantize(first, "nf4", keys="int8", values="int8", lm_head="int8_col")
+    assert second.config is held
+    assert second.config.to_dict() == before
+    assert second.config._attn_implementation == "sdpa"
+    shared = {id(value) for module in first.modules() for value in vars(module).values() if isinstance(value, tf.PreTrainedConfig)}
+    assert not shared & {id(held), id(held.get_text_config())}
+    second.save_pretrained(tmp_path)
+    assert not any(isinstance(module, QuantLinear) for module in hf.load(tmp_path).modules())

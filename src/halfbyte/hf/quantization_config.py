@@ -10,6 +10,7 @@ import it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import warnings
@@ -18,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.quantizers import AutoHfQuantizer, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.adapters import OWN
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import EVERY_WEIGHT_FORMAT
+from halfbyte.hf.model_support import inner_model
 from halfbyte.nn import NoTensor, QuantLinear
 
 
@@ -173,6 +176,17 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     model.hf_quantizer = AutoHfQuantizer.from_config(config)
     model.is_quantized, model.quantization_method = True, OWN
     keep_names(model)
+
+
+def with_own_config(model: Any) -> Any:
+    """The transformers model inside `model`, with a configuration of its own: others may be made from the same object."""
+    inner, copies = inner_model(model), dict[int, Any]()
+    copy.deepcopy(inner.config, copies)
+    for module in model.modules():
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
+    return inner
 
 
 def keep_names(model: Any) -> None:

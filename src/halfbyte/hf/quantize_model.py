@@ -24,7 +24,7 @@ from halfbyte.hf.cache_layers import CacheSettings, layer_options
 from halfbyte.hf.calibrated_weights import calibrated_layers, check_targets, token_windows
 from halfbyte.hf.default_cache import SAVED, make_default, saved
 from halfbyte.hf.model_support import NAME, Decoder, check_model_support, half_type, inner_model, model_sizes
-from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
+from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized, with_own_config
 from halfbyte.hf.weights import (
     Target,
     check_fits,
@@ -183,13 +183,13 @@ class Quantization:
     rotated   (v_proj, o_proj) of layers that a rotation of values is folded into
     """
 
-    #: Whether no format was named.
-    takes_defaults = False
+    takes_defaults = False  #: Whether no format was named.
 
     def __init__(self, model: Any, options: Mapping[str, Any], *, loading_to: str | None = None) -> None:
         """loading_to: the model is empty, and its weights are about to be read to a device of this type."""
         _check_model(model)
-        self.model, loading = inner_model(model), loading_to is not None
+        loading = loading_to is not None
+        self.model = inner_model(model) if loading else with_own_config(model)
         self.device_type = loading_to or self.model.device.type
         self.decoder = Decoder(self.model)
         self.options = options = self._with_defaults(options)
