@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import halfbyte.hf as hf
 from halfbyte import KVCache
-from halfbyte.errors import Unsupported
+from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf import choice, graph_generate, recorded_step
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_step import kept_steps
@@ -208,6 +208,31 @@ def test_the_device_is_read_once_in_so_many_tokens(packed, prompt, monkeypatch, 
     model.generate(ids, attention_mask=mask, **options)
     of_the_loop = [name for name in reads.files if name not in CPU_ONLY]
     assert of_the_loop == ["graph_generate.py"] * 5  # after 8, 16, 24, 32 tokens, and at the end
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_draws_from_logits_that_are_not_finite_are_refused(packed, prompt, value):
+    """transformers' check of them would wait for the GPU in every step; a sequence that ended before does not matter."""
+    model, steps = packed(), []
+
+    def spoilt(module, args, logits):
+        steps.append(logits)
+        return logits if len(steps) < 4 else torch.cat([logits[:-1], torch.full_like(logits[-1:], value)])
+
+    model.lm_head.register_forward_hook(spoilt)
+    options = {"do_sample": True, "max_new_tokens": 9, "pad_token_id": 0}
+    ids, streamer = prompt(3), Collected()
+    with pytest.raises(InvalidArgument, match="do_sample: the model's logits for sequence 2 are NaN or infinite"):
+        model.generate(ids, **options)
+    steps.clear()
+    with pytest.raises(InvalidArgument, match="sequence 0 are"):
+        model.generate(prompt(1), streamer=streamer, **options)
+    assert len(streamer.got) == 1 + 3  # the prompt, and what was drawn before
+    steps.clear()
+    assert model.generate(ids, remove_invalid_values=True, **options).shape[1] == ids.shape[1] + 9
+    steps.clear()
+    ended = model.generate(ids, eos_token_id=[*range(model.config.vocab_size)], **options)
+    assert ended.shape[1] == ids.shape[1] + 1
 
 
 @pytest.mark.slow

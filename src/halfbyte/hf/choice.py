@@ -63,14 +63,14 @@ class Choice:
         for outputs, what in ((self.scores, scores), (self.logits, raw)):
             if outputs is not None:
                 outputs.append(what)
-        tokens = self._drawn(scores)
+        tokens = self._drawn(scores, held)
         if self.ends:
             tokens = torch.where(held.unfinished, tokens, self.padding)
         held.last.copy_(tokens[:, None])
         held.ids.scatter_(1, held.lengths, held.last)
         held.lengths += held.unfinished[:, None] if self.ends else held.unfinished.any()
         seen = held.ids[:, : length + 1] if seen is None else seen
-        held.unfinished &= ~self.criteria(seen, None if self.scores is None else tuple(self.scores))
+        held.unfinished &= ~(self.criteria(seen, None if self.scores is None else tuple(self.scores)) | held.undrawn)
 
     def of_drafts(self, forward: LookupForward, logits: torch.Tensor) -> None:
         """Choose tokens greedily behind the newest one and its drafts, from logits [B, L, V]; only for a choice that has a key."""
@@ -102,14 +102,15 @@ class Choice:
             return None
         return any(length < n for n in least if n is not None)
 
-    def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
+    def _drawn(self, scores: torch.Tensor, held: Tokens) -> torch.Tensor:
         """Tokens [B] by float32 scores [B, V]: the first of the largest, or draws.
 
-        They are those of `torch.multinomial`, without its check, which waits for the GPU.
+        They are those of `torch.multinomial`. What its check would wait for the GPU for, `held` takes note of.
         """
         if not self.config.do_sample:
             return scores.argmax(-1)
         probabilities = scores.softmax(-1)
+        held.undrawn |= held.unfinished & probabilities[:, 0].isnan()  # one NaN makes all of a row
         noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
         return (probabilities / noise).argmax(-1)
 

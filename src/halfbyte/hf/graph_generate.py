@@ -25,7 +25,7 @@ from transformers.generation.utils import (
     GenerateDecoderOnlyOutput,
 )
 
-from halfbyte.errors import Unsupported, warn_once
+from halfbyte.errors import InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
@@ -283,7 +283,7 @@ class _Loop:
     def _goes_on(self, every: int) -> bool:
         """Whether to go on, read from the device in one of `every` steps; streams the tokens so far."""
         if self.streamer is not None:
-            stop = int(self.tokens.lengths.max())
+            stop = self._count()
             for column in range(self.streamed, stop):
                 self.streamer.put(self.tokens.ids[:, column].cpu())
             self.streamed = stop
@@ -291,10 +291,21 @@ class _Loop:
             return False
         return bool((self.length - self.start) % every) or bool(self.tokens.unfinished.any())
 
+    def _count(self) -> int:
+        """Tokens of the longest sequence. Raises for sequences that no token could be drawn for."""
+        tokens = self.tokens
+        if (count := int(torch.where(tokens.undrawn.any(), -1, tokens.lengths.max()))) >= 0:
+            return count
+        rows = ", ".join(map(str, tokens.undrawn.nonzero()[:, 0].tolist()))
+        raise InvalidArgument(
+            f"do_sample: the model's logits for sequence {rows} are NaN or infinite, so no token can be drawn; look for what made "
+            f"them so (an overflow in float16, say), or pass remove_invalid_values=True"
+        )
+
     def _result(self) -> Any:
         if self.streamer is not None:
             self.streamer.end()
-        stop = int(self.tokens.lengths.max())
+        stop = self._count()
         ids = self.tokens.ids[:, :stop].clone()
         if not self.config.return_dict_in_generate:
             return ids

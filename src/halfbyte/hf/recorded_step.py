@@ -88,6 +88,7 @@ class Tokens:
     last [B, 1]            the newest of them, which the forward reads
     left_padding [B, 1]    columns that positions do not count
     unfinished bool [B]    sequences that go on; `longest` [] tokens end all of them
+    undrawn bool [B]       those that ended because their logits have no probabilities (NaN, infinity)
     """
 
     def __init__(self, prompts: torch.Tensor, columns: int) -> None:
@@ -95,7 +96,7 @@ class Tokens:
         self.ids = prompts.new_zeros(batch, columns)
         self.last, self.lengths, self.left_padding = (self.ids.new_zeros(batch, 1, dtype=torch.long) for _ in range(3))
         self.longest = self.lengths.new_zeros(())
-        self.unfinished = torch.ones(batch, dtype=torch.bool, device=prompts.device)
+        self.unfinished, self.undrawn = (torch.ones(batch, dtype=torch.bool, device=prompts.device) for _ in range(2))
 
     def begin(self, prompts: torch.Tensor, longest: int, padding: torch.Tensor | None) -> None:
         """Hold the prompts [B, T] of a call, and nothing else."""
@@ -104,6 +105,7 @@ class Tokens:
         self.lengths.fill_(prompts.shape[1])
         self.longest.fill_(longest)
         self.unfinished.fill_(True)
+        self.undrawn.fill_(False)
 
 
 class Forward:
