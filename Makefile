@@ -41,10 +41,10 @@ test: $(VENV)/.ready-test  ## lint, types and the test suite on a CPU, but for s
 slow-test: $(VENV)/.ready-test  ## slow tests, which CI runs after the others
 	$(call SUITES,slow)
 
-# Every family of models, every saved folder and every option of generate(), of which `make test` takes a sample; PEFT and lm-eval, which
-# it does without; and transformers' own tests of generation, which are in its repository only.
+# Every family of models, every saved folder and every option of generate(), of which `make test` takes a sample; lm-eval, which it does
+# without; and transformers' own tests of generation, which are in its repository only.
 TRANSFORMERS ?= $(VENV)/transformers
-hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval, its own tests of generation
+hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, lm-eval, its own tests of generation
 	HALFBYTE_FAMILIES=all HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(PYTEST) tests/hf
 	test -d $(TRANSFORMERS) || { git clone --quiet --depth 1 --filter=blob:none --sparse https://github.com/huggingface/transformers \
 	  --branch v$$($(BIN)/python -c 'import transformers; print(transformers.__version__)') $(TRANSFORMERS) && \

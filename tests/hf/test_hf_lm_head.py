@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-import types
 
 import pytest
 import torch
@@ -163,16 +161,15 @@ def test_models_without_a_head_of_their_own(make, message):
     unchanged(make(), {"lm_head": "int8_col"}, Unsupported, message)
 
 
-def test_the_hook_of_accelerate_moves_with_it(monkeypatch):
-    """accelerate is not installed here; what it does to a module is written down."""
-    hooked, stub = [], types.ModuleType("accelerate.hooks")
-    stub.add_hook_to_module = lambda module, hook: hooked.append((module, hook))
-    monkeypatch.setitem(sys.modules, "accelerate.hooks", stub)
-    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
-    model, hook = tiny(True), object()
-    model.lm_head._hf_hook = hook
+def test_the_hook_of_accelerate_moves_with_it():
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed; pip install accelerate")
+    model, hook, calls = tiny(True), hooks.ModelHook(), []
+    hook.pre_forward = lambda module, *args, **options: calls.append(module) or (args, options)
+    hooks.add_hook_to_module(model.lm_head, hook)
     hf.quantize(model, "nf4", lm_head="int8_col")
-    assert hooked == [(model.lm_head, hook)]
+    assert isinstance(model.lm_head, QuantLinear)
+    model(torch.zeros(1, 3, dtype=torch.long))
+    assert calls == [model.lm_head]
 
 
 def test_while_loading_refuses_before_it_reads(tmp_path):

@@ -257,55 +257,37 @@ def test_compiled_layers_know_their_parameters_by_name():
     assert all(map(torch.equal, compiled(x), expected))
 
 
-class Offload:
-    """What accelerate's hook does: the parameters come before a call and leave after it."""
-
-    offload = True
-
-    def __init__(self, layer: QuantLinear) -> None:
-        self.layer, self.held = layer, {n: p.data for n, p in layer.named_parameters()}
-        layer._hf_hook, self.forward = self, layer.forward
-        layer.forward = self
-        self.put(dict.fromkeys(self.held))
-
-    def put(self, values: dict[str, torch.Tensor | None]) -> None:
-        for name, data in values.items():
-            data = self.held[name].to("meta") if data is None else data.clone()
-            self.layer._parameters[name] = nn.Parameter(data, requires_grad=False)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.put(self.held)
-        out = self.forward(x)
-        self.put(dict.fromkeys(self.held))
-        return out
+@pytest.fixture
+def offload():
+    """Parameters come before a call and leave after it."""
+    return pytest.importorskip("accelerate", reason="accelerate is not installed; pip install accelerate").cpu_offload
 
 
-def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
+def test_offloaded_weights_do_not_stay_behind(build, tmp_path, offload):
     layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 64)
     expected = layer(x)
     assert layer._weight is not None
-    Offload(layer)
+    offload(layer, "cpu")
     assert torch.equal(layer(x), expected)
     assert layer._weight is None  # else it would hold what was brought for the call
     fused = three()
     for slot in fused.slots:
-        Offload(slot)
+        offload(slot, "cpu")
     with pytest.raises(HalfbyteError, match="unfuse"):
         fused(x)
     model = hf.quantize(build("llama"), weights="nf4")
-    Offload(model.model.layers[0].mlp.up_proj)
+    offload(model.model.layers[0].mlp.up_proj, "cpu")
     with pytest.raises(InvalidArgument, match="meta device"):
         hf.save(model, tmp_path / "m")
     with pytest.raises(InvalidArgument, match="offloaded them, quantize before"):
         hf.quantize(build("llama").to("meta"), weights="nf4")
 
 
-def test_a_model_with_all_weights_offloaded_generates(build, prompt, greedy):
-    """As accelerate.cpu_offload(model) leaves it; one that is merely on the meta device is refused."""
+def test_a_model_with_all_weights_offloaded_generates(build, prompt, greedy, offload):
+    """One that is merely on the meta device is refused."""
     model, ids = hf.quantize(build("llama"), "nf4", keys="int8", values="int8"), prompt()
     expected, _ = greedy(model, ids)
-    for module in [m for m in model.modules() if any(p is not None for p in m._parameters.values())]:
-        Offload(module)
+    offload(model, "cpu")
     assert torch.equal(greedy(model, ids)[0], expected)
 
 
