@@ -95,6 +95,30 @@ def test_all_linear_layers_get_adapters_but_the_head(build, options):
         assert not any("lm_head" in name for name in names)
 
 
+@pytest.mark.parametrize("options", [{}, {"lm_head": "int8_col"}])
+def test_a_second_adapter_on_all_layers(build, prompt, options):
+    """A layer that has an adapter is one of them, too; and the second changes nothing of the first."""
+    packed, ids = hf.quantize(build("llama"), "nf4", **options), prompt()
+    model = peft.get_peft_model(packed, lora(target_modules="all-linear")).eval()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        model.add_adapter("second", lora(target_modules="all-linear", r=2))
+        names = [name for name, m in model.named_modules() if name.endswith("lora_A") and "second" in m]
+        assert len(names) == 14
+        assert torch.equal(model(input_ids=ids).logits, expected)
+        model.set_adapter("second")
+        assert not torch.equal(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize(("saved", "name"), [("q_proj", "q_proj"), ("mlp", "mlp"), ("lm_head", "lm_head")])
+def test_quantized_modules_cannot_be_trained_whole(build, saved, name):
+    model = hf.quantize(build("llama"), "nf4", lm_head="int8_col")
+    with pytest.raises(Unsupported, match=rf"modules_to_save=\['{saved}'\] trains whole modules, and .*{name} is quantized"):
+        peft.get_peft_model(model, lora(target_modules=["v_proj"], modules_to_save=[saved]))
+    assert not any(parameter.requires_grad for parameter in model.lm_head.parameters())
+    peft.get_peft_model(hf.quantize(build("llama"), "nf4"), lora(target_modules=["v_proj"], modules_to_save=["lm_head", "norm"]))
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 def test_other_kinds_of_adapters_are_refused(build, targets):
     model = hf.quantize(build("llama"), "nf4")

@@ -27,7 +27,7 @@ from halfbyte.checkpoints.adapters import OWN
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import EVERY_WEIGHT_FORMAT
 from halfbyte.hf.model_support import inner_model
-from halfbyte.nn import NoTensor, QuantLinear
+from halfbyte.nn import NoTensor, QuantLayer, QuantLinear
 
 
 def register_lora() -> None:
@@ -84,11 +84,21 @@ def _register_targets(tuners: Any) -> None:
         everything = isinstance(pattern, str) and pattern.lower() == tuners.INCLUDE_LINEAR_LAYERS_SHORTHAND
         config = search(config, model)
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        layers = {name for name, m in model.named_modules() if isinstance(m, QuantLinear) and m is not head}
+        layers = {
+            name.removesuffix(".base_layer")  # of an adapter that is there already
+            for name, m in model.named_modules()
+            if isinstance(m, QuantLinear) and m is not getattr(head, "base_layer", head)
+        }
         matches = layers if everything else {name for name in layers if tuners.check_target_module_exists(config, name)}
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if matches and kind != "LORA":
             raise Unsupported(f"peft_type={kind}: quantized layers take LoRA adapters only ({min(matches)} is one); use LoraConfig")
+        for name, m in model.named_modules() if (whole := tuple(getattr(config, "modules_to_save", None) or ())) else ():
+            if name.endswith(whole) and any(isinstance(part, QuantLayer) for part in m.modules()):
+                raise Unsupported(
+                    f"modules_to_save={list(whole)} trains whole modules, and {name} is quantized; leave it out, or leave "
+                    f"that module in 16 bits (skip_modules=)"
+                )
         if everything:
             config.target_modules = {*config.target_modules, *layers}
         return config
