@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -553,3 +556,31 @@ def test_a_kv_format_for_weights_gets_advice(fmt: str, advised: str) -> None:
 def test_a_quant_tensor_is_shown_in_one_line() -> None:
     q = quantize(torch.randn(8, 256), "nf4")
     assert repr(q) == f"QuantTensor(nf4, shape=[8, 256], {q.nbytes:,} bytes, device='cpu')"
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, "int8", "fp8_tensor", "int4_channel"])
+def test_a_saved_tensor_is_loaded_as_plain_data(name: str) -> None:
+    """By `torch.load` as it is by default, which runs no code of a file; formats of weights and of caches share names."""
+    fmt = WEIGHT_FORMATS.get(name) or KV_FORMATS[name]
+    x, file = torch.randn((4, 256) if name in WEIGHT_FORMATS else (1, 2, 32, 64)), io.BytesIO()
+    made = quantize(x, fmt)
+    torch.save(made, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert loaded.format is fmt
+    assert loaded.shape == made.shape
+    assert loaded.parts().keys() == made.parts().keys()
+    assert all(
+        torch.equal(part.view(torch.uint8), made.parts()[part_name].view(torch.uint8)) for part_name, part in loaded.parts().items()
+    )
+
+
+def test_a_saved_tensor_is_not_trusted() -> None:
+    made, file = quantize(torch.randn(4, 256), "nf4"), io.BytesIO()
+    restore, (kind, named, shape, parts) = made.__reduce__()
+    with pytest.raises(InvalidArgument, match="a stored tensor has format 'nf5'; known are"):
+        restore(kind, (named[0], "nf5"), shape, parts)
+    with pytest.raises(InvalidArgument, match="codes is"):
+        restore(kind, named, (8, 256), parts)
+    own = dataclasses.replace(WEIGHT_FORMATS["nf4"], name="own")
+    torch.save(QuantTensor(own, (4, 256), **parts), file)
+    assert torch.load(io.BytesIO(file.getvalue()), weights_only=False).format == own

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from halfbyte.errors import check
-from halfbyte.formats import Format, Shape
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, Shape
 from halfbyte.reference.dequantize import values_of
 
 
@@ -102,6 +102,13 @@ class QuantTensor:
         for name in set(PARTS) - set(expected):
             check(getattr(self, name) is None, f"{name} was given, but {self.format.name} stores none")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a name and tensors, which `torch.load` with `weights_only=True` restores."""
+        named = next(
+            ((i, self.format.name) for i, known in enumerate(_FORMATS) if known.get(self.format.name) == self.format), None
+        )
+        return _restored, (type(self), named or self.format, self.shape, self.parts())
+
     def __repr__(self) -> str:
         order = ", act-order" * (self.perm is not None)
         return f"QuantTensor({self.format}, shape={list(self.shape)}{order}, {self.nbytes:,} bytes, device={str(self.device)!r})"
@@ -127,6 +134,23 @@ class QuantTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, [*shape] in `dtype`; see `halfbyte.dequantize`."""
         return values_of(self, dtype)
+
+
+_FORMATS = WEIGHT_FORMATS, KV_FORMATS
+
+
+def _restored(
+    kind: type[QuantTensor], named: tuple[int, str] | Format, shape: Shape, parts: dict[str, torch.Tensor]
+) -> QuantTensor:
+    """What was pickled. A file is untrusted, and its parts are checked as those of any QuantTensor are."""
+    if isinstance(named, Format):
+        return kind(named, shape, **parts)
+    known, name = _FORMATS[named[0]], named[1]
+    check(name in known, f"a stored tensor has format {name!r}; known are {', '.join(known)}")
+    return kind(known[name], shape, **parts)
+
+
+torch.serialization.add_safe_globals([QuantTensor, _restored])
 
 
 def weight_of(fmt: Format, parts: Sequence[torch.Tensor]) -> QuantTensor:
