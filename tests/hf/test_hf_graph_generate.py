@@ -222,14 +222,17 @@ def test_draws_from_logits_that_are_not_finite_are_refused(packed, prompt, value
     model.lm_head.register_forward_hook(spoilt)
     options = {"do_sample": True, "max_new_tokens": 9, "pad_token_id": 0}
     ids, streamer = prompt(3), Collected()
-    with pytest.raises(InvalidArgument, match="do_sample: the model's logits for sequence 2 are NaN or infinite"):
+    with pytest.raises(InvalidArgument, match="do_sample: no token can be drawn for sequence 2, whose logits"):
         model.generate(ids, **options)
     steps.clear()
-    with pytest.raises(InvalidArgument, match="sequence 0 are"):
+    with pytest.raises(InvalidArgument, match="for sequence 0, whose"):
         model.generate(prompt(1), streamer=streamer, **options)
     assert len(streamer.got) == 1 + 3  # the prompt, and what was drawn before
     steps.clear()
     assert model.generate(ids, remove_invalid_values=True, **options).shape[1] == ids.shape[1] + 9
+    steps.clear()
+    with pytest.raises(InvalidArgument, match="for sequence 0, 1, whose"):
+        model.generate(prompt(2), suppress_tokens=[*range(model.config.vocab_size)], **options)
     steps.clear()
     ended = model.generate(ids, eos_token_id=[*range(model.config.vocab_size)], **options)
     assert ended.shape[1] == ids.shape[1] + 1

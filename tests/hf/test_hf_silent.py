@@ -459,10 +459,12 @@ def test_models_made_from_one_configuration_stay_apart(tmp_path, family):
     first = tiny_model(family)
     second = type(first)(first.config)
     held, before = first.config, first.config.to_dict()
+    second.generation_config = first.generation_config
     hf.quantize(first, "nf4", keys="int8", values="int8", lm_head="int8_col")
     assert second.config is held
     assert second.config.to_dict() == before
     assert second.config._attn_implementation == "sdpa"
+    assert second.generation_config.cache_implementation is None
     shared = {id(value) for module in first.modules() for value in vars(module).values() if isinstance(value, tf.PreTrainedConfig)}
     assert not shared & {id(held), id(held.get_text_config())}
     second.save_pretrained(tmp_path)

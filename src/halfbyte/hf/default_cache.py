@@ -7,6 +7,7 @@ to a packed cache, which needs no override, is `past_key_values=PackedCache(...)
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Hashable
@@ -343,6 +344,7 @@ def make_default(model: Any, settings: CacheSettings) -> None:
             f"pass cache_implementation= to generate() to have it back"
         )
     if defaults is not None:
+        model.generation_config = defaults = copy.copy(defaults)  # other models may have the same object
         defaults.cache_implementation = NAME  # is saved, and stops a transformers that does not know halfbyte
     model.generate = Generate(model, settings)
     if hasattr(model, "init_continuous_batching"):

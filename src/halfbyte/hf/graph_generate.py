@@ -298,8 +298,8 @@ class _Loop:
             return count
         rows = ", ".join(map(str, tokens.undrawn.nonzero()[:, 0].tolist()))
         raise InvalidArgument(
-            f"do_sample: the model's logits for sequence {rows} are NaN or infinite, so no token can be drawn; look for what made "
-            f"them so (an overflow in float16, say), or pass remove_invalid_values=True"
+            f"do_sample: no token can be drawn for sequence {rows}, whose logits behind all logits processors are NaN, infinite or "
+            f"all -inf; look for what made them so (an overflow in float16, say), or pass remove_invalid_values=True"
         )
 
     def _result(self) -> Any:
