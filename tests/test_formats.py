@@ -413,6 +413,18 @@ def test_formats_that_round_x_are_those_of_integers_in_groups_byte_for_byte() ->
     assert 127 * 127 * 2**17 < 2**31
 
 
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, "int8", "int4", "fp8", "bf16"])
+def test_a_row_alone_is_stored_or_refused(name: str) -> None:
+    fmt, x = WEIGHT_FORMATS.get(name) or KV_FORMATS[name], torch.randn(256)
+    with pytest.raises(InvalidArgument, match=r"x has shape \[\]; .* needs [12] or more axes"):
+        fmt.check_shape(())
+    if fmt.tensor_scale:
+        with pytest.raises(InvalidArgument, match=r"x has shape \[256\]; nvfp4 needs 2 or more axes"):
+            quantize(x, fmt)
+        return
+    assert torch.equal(quantize(x, fmt).dequantize(), quantize(x[None], fmt).dequantize()[0])
+
+
 @pytest.mark.parametrize("lookup", [key_format, value_format, weight_format])
 @pytest.mark.parametrize("name", ["int5", "", "INT8", None, 3, ["int8"]])
 def test_an_unknown_name_is_refused_with_those_that_exist(lookup: object, name: object) -> None:

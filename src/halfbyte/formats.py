@@ -197,7 +197,8 @@ class Format:
 
     def check_shape(self, shape: Shape, name: str = "x") -> None:
         """Raise `InvalidArgument` when a tensor of this shape cannot be stored; the message lists what would fit."""
-        check(len(shape) >= 1, f"{name} is a scalar; {self.name} needs at least one axis")
+        least = 2 if self.tensor_scale else 1
+        check(len(shape) >= least, f"{name} has shape {list(shape)}; {self.name} needs {least} or more axes")
         last = shape[-1]
         if last % (n := self.code.per_byte):
             raise InvalidArgument(
