@@ -42,7 +42,7 @@ TESTS = {
     "cpu/compiled/linear.py": ("test_cpu_linear.py",),
     "cpu/compiled/tiles.py": ("test_cpu_linear.py",),
     "formats.py": ("test_formats.py", "test_quantize.py"),
-    "kv_buffer.py": ("test_cache.py", "test_bad_input.py", "test_trust_copies.py"),
+    "kv_buffer.py": ("test_cache.py", "test_window.py", "test_launch_cache.py", "test_bad_input.py", "test_trust_copies.py"),
     "nn.py": ("hf/test_hf_nn.py", "test_trust_copies.py"),
     "cache.py": ("test_cache.py", "test_window.py", "test_bad_input.py"),
     "paging.py": ("test_window_cache.py", "test_paging.py", "test_cache.py"),
