@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import decoders
 from halfbyte.errors import InvalidArgument
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
+from halfbyte.formats import EVERY_WEIGHT_FORMAT, KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.packing import unpack_codes
 from halfbyte.reference.dequantize import block_scales, decode, dynamic_map
 from halfbyte.reference.quantize import dequantize, encode, measure, quantize
@@ -558,11 +558,11 @@ def test_a_quant_tensor_is_shown_in_one_line() -> None:
     assert repr(q) == f"QuantTensor(nf4, shape=[8, 256], {q.nbytes:,} bytes, device='cpu')"
 
 
-@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, "int8", "fp8_tensor", "int4_channel"])
+@pytest.mark.parametrize("name", [*EVERY_WEIGHT_FORMAT, "int8", "fp8_tensor", "int4_channel"])
 def test_a_saved_tensor_is_loaded_as_plain_data(name: str) -> None:
     """By `torch.load` as it is by default, which runs no code of a file; formats of weights and of caches share names."""
-    fmt = WEIGHT_FORMATS.get(name) or KV_FORMATS[name]
-    x, file = torch.randn((4, 256) if name in WEIGHT_FORMATS else (1, 2, 32, 64)), io.BytesIO()
+    fmt = EVERY_WEIGHT_FORMAT.get(name) or KV_FORMATS[name]
+    x, file = torch.randn((4, 256) if name in EVERY_WEIGHT_FORMAT else (1, 2, 32, 64)), io.BytesIO()
     made = quantize(x, fmt)
     torch.save(made, file)
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)

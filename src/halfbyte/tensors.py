@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.errors import check
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, Shape
+from halfbyte.formats import EVERY_WEIGHT_FORMAT, KV_FORMATS, Format, Shape
 from halfbyte.reference.dequantize import values_of
 
 
@@ -136,7 +136,7 @@ class QuantTensor:
         return values_of(self, dtype)
 
 
-_FORMATS = WEIGHT_FORMATS, KV_FORMATS
+_FORMATS = EVERY_WEIGHT_FORMAT, KV_FORMATS
 
 
 def _restored(
