@@ -63,7 +63,7 @@ def _section(path: str, command: object) -> str:
 
 
 def _summary(command: object) -> str:
-    return inspect.cleandoc(getattr(command, "help", None) or "").split("\n\n")[0]
+    return _escaped(inspect.cleandoc(getattr(command, "help", None) or "").split("\n\n")[0])
 
 
 def _option(parameter: object) -> tuple[str, str, str] | None:

@@ -48,6 +48,16 @@ def test_a_page_that_is_out_of_date_is_found() -> None:
         fill(page, {}, {}, "page")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_are_whole(page: Path) -> None:
+    """Each row has the cells of its heads, and no line of a table lacks its bar."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for table in re.findall(r"(?:^\|.*\n)+(?:^[^|\n<].*\n)*", text, re.MULTILINE):
+        rows = table.splitlines()
+        cells = {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) for row in rows}
+        assert len(cells) == 1, f"a table of {cells} bars a line: {rows[0]}"
+
+
 def test_words_are_those_of_a_person() -> None:
     assert words("Two words\n<!-- a -->\nnot these\n<!-- /a -->\n```python\nnor = this\n```\n<!-- =x -->1<!-- / -->\nthird") == 4
 
