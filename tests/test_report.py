@@ -148,6 +148,13 @@ def test_a_thing_has_one_color_and_a_chart_names_the_machine_and_the_unit() -> N
     assert "@media (prefers-color-scheme: dark)" in charts.as_image(chart)
 
 
+def test_a_legend_is_no_wider_than_its_chart() -> None:
+    assert chart_style._fits(["int8", "int4"], 1)
+    five = ["all layers alike", "per-channel keys", "rotated keys", "formats by layer", "safe: up to 0.002"]
+    assert not chart_style._fits(five, 1)
+    assert chart_style._fits(five, 2)
+
+
 def test_charts_without_matplotlib_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackage, match=r"pip install 'matplotlib>=3\.8'"):

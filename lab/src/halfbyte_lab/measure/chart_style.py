@@ -125,9 +125,19 @@ def frame(ax: Any, x_label: str, y_label: str, legend: bool) -> None:
         legend_below(ax.figure, *ax.get_legend_handles_labels())
 
 
+#: Points of a legend's entry beside its label, of a character, and of a chart's width: browsers' fonts may be wider than ours.
+_ENTRY, _CHARACTER, _LEGEND = 54.0, 6.4, 530.0
+
+
+def _fits(labels: Sequence[str], rows: int) -> bool:
+    """Whether a legend of so many rows, filled column by column, is no wider than a chart."""
+    columns = [labels[i : i + rows] for i in range(0, len(labels), rows)]
+    return sum(_ENTRY + _CHARACTER * max(map(len, column)) for column in columns) <= _LEGEND
+
+
 def legend_below(fig: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 5) -> None:
-    """Below the plot, where it can hide no data."""
-    rows = -(-len(labels) // columns)
+    """Below the plot, where it can hide no data, in at most so many columns."""
+    rows = next((n for n in range(-(-len(labels) // columns), len(labels)) if _fits(labels, n)), len(labels))
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": -(-len(labels) // rows)}
     fig.legend(handles, labels, **place, frameon=False, fontsize=10, labelcolor=INK, handlelength=2.6)
 

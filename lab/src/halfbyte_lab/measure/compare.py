@@ -24,7 +24,7 @@ _FOUND = {"programs", "resident", "registers", "warps", "SMs", "launches", "spli
 def device_of(r: Record) -> str:
     """The machine of a record; on a CPU its threads too."""
     where = r.environment
-    return where.device if where.driver else f"{where.device}, {where.threads} threads"
+    return where.device if where.driver else f"{where.device}, {where.threads} thread{'s' * (where.threads != 1)}"
 
 
 def key(r: Record) -> Key:

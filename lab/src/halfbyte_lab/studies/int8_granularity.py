@@ -274,15 +274,15 @@ def error_of(measured: Sequence[Record], case: str, formats: str) -> float | Non
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
-    """Time by context, and how many times faster than FP16 that is, a panel for each sharing of heads; errors by granularity."""
+    """Time by context, and the speed-up over the fastest FP16, a panel for each sharing of heads; errors by granularity."""
     seconds: dict[str, dict[str, list[tuple[float, float]]]] = {}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for r in measured:
         if r.op == OP and r.implementation == OURS and r.seconds and not (r.shape["ALiBi"] or r.shape["outliers"]):
             panel, k_tokens, line = r.case.split(", ")[1], r.shape["T"] / 1024, _told(r.formats)
             seconds.setdefault(panel, {}).setdefault(line, []).append((k_tokens, 1e6 * r.seconds))
-            if (base := _ours(measured, r.case, FP16)) and base.seconds:
-                times.setdefault(panel, {}).setdefault(line, []).append((k_tokens, base.seconds / r.seconds))
+            if fastest := _fastest_16_bit(measured, r.case):
+                times.setdefault(panel, {}).setdefault(line, []).append((k_tokens, fastest / r.seconds))
     figures = []
     x_label = "context, K tokens"
     several = any(len(points) > 1 for lines in seconds.values() for points in lines.values())
@@ -290,8 +290,8 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         text = "Time of one token by context"
         figures.append(charts.panels(seconds, x_label=x_label, y_label="us", title=text, log_y=True))
     if several and times:
-        text = "How many times faster than over FP16, by context"
-        figures.append(charts.panels(times, x_label=x_label, y_label="times FP16", title=text, line=1.0))
+        text = "Speed-up over the fastest attention over FP16, by context"
+        figures.append(charts.panels(times, x_label=x_label, y_label="times the fastest", title=text, line=1.0))
     if errors := _errors(measured):
         labels = {name: f"{error:.2g}" for name, error in errors.items()}
         title = "Error by what shares a scale"
