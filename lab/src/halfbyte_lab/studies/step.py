@@ -322,22 +322,13 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 
 
 def says(measured: Sequence[Record]) -> list[str]:
-    """The fastest way of each case, and what the host and the choice of a token add to its graph."""
-    sentences = []
-    for case in dict.fromkeys(r.case for r in measured if r.op == OP and r.seconds):
-        timed = [r for r in measured if r.case == case and r.seconds]
-        mine = [r for r in timed if r.implementation.startswith("halfbyte") and not r.implementation.endswith(ALONE)]
-        if not mine:
-            continue
-        best = min(mine, key=lambda r: r.seconds or 0.0)
-        alone = next((r.seconds for r in measured if (r.case, r.implementation) == (case, best.implementation + ALONE)), None)
-        seconds = best.seconds or 0.0
-        longer = ", longer by the noise of the two calls whose difference a step is" if alone and alone > seconds else ""
-        graph = f"; its graph alone takes {1e3 * alone:.2f} ms{longer}" if alone else ""
-        sentences.append(
-            f"{case}: {best.implementation} makes {best.shape['B'] / seconds:,.0f} tokens/s, {1e3 * seconds:.2f} ms a step{graph}."
-        )
-    return sentences
+    """The cases in which a graph alone took longer than the step that it is part of."""
+    seconds = {(r.case, r.implementation): r.seconds for r in measured if r.op == OP and r.seconds}
+    longer = [case for (case, way), step in seconds.items() if seconds.get((case, way + ALONE), 0.0) > step]
+    if not longer:
+        return []
+    noise = "by the noise of the two calls whose difference a step is"
+    return [f"The graph alone takes longer than its step in {', '.join(dict.fromkeys(longer))}, {noise}."]
 
 
 STUDY = Study("step", jobs, summary, drawn, says, text_columns=3, also=table)
