@@ -57,15 +57,15 @@ def row() -> str:
         text(110 + full + 10, 108, "256 bytes", "quiet"),
         text(16, 138, "INT4", "quiet"),
         box(110, 124, codes, 20, "s1"),
-        box(110 + codes + 3, 124, 6, 20, "s5"),
-        text(110 + codes + 18, 138, "64 bytes of codes + a scale of 2 bytes", "quiet"),
+        box(110 + codes + 3, 124, 8, 20, "s5"),
+        text(110 + codes + 20, 138, "64 bytes of codes + 4 of a scale and an offset", "quiet"),
     ]
     stages = (
         ("GPU memory", "codes and scales,", "read once"),
         ("shared memory", "copied ahead,", "tile by tile"),
         ("registers", "two codes a byte,", "by shift and mask"),
         ("tensor cores", "multiply the codes", "as 16-bit numbers"),
-        ("fp32 sum", "times the scale:", "no 16-bit copy"),
+        ("fp32 sum", "scaled and shifted:", "no 16-bit copy"),
     )
     for i, (where, *what) in enumerate(stages):
         x = 16 + 143 * i

@@ -35,13 +35,13 @@ def in_vllm() -> str:
     stock, middle, packed = (rows["engine", mode, ""] for mode in _MODES)
     env, shapes = packed["environment"], _shapes(rows, "decode", (_PLAIN_HEAD,))
     plain = ", ".join(_figure(rows, "decode", _PLAIN_HEAD, shape, "step_ms", 2) for shape in shapes)
-    fit = f"{stock['kv_tokens']:,}, {middle['kv_tokens']:,} and {packed['kv_tokens']:,}"
     told = (
-        f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, weights in "
-        f"bf16, or in int4_g128 with the output layer in int8_col. Tokens that fit: {fit}. The columns of 16 bits and of INT4 "
-        f"weights ran in one session on two GPUs of one host, whose processors other jobs shared; the rest ran on others of that "
-        f"kind. With INT4 weights and the output layer in bf16 a step of {_listed(shapes)} took {plain} ms. With an empty kernel "
-        f"cache the engine with INT4 weights took {packed['start_s']:.0f} s to start, stock's {stock['start_s']:.0f} s."
+        f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}. The cache "
+        f"holds {stock['kv_tokens']:,} tokens in 16 bits, {middle['kv_tokens']:,} in INT8 / INT4, {packed['kv_tokens']:,} with "
+        f"INT4 weights too. These are int4_g128 and an output layer in int8_col; with that layer in bf16 a step of "
+        f"{_listed(shapes)} took {plain} ms. 16 bits and INT4 weights ran in one session on two GPUs of one host, whose processors "
+        f"other jobs shared; the columns between them ran on other H200s. With an empty kernel cache the engine started in "
+        f"{packed['start_s']:.0f} s with INT4 weights, stock vLLM in {stock['start_s']:.0f} s."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 
