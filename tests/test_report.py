@@ -148,6 +148,12 @@ def test_a_thing_has_one_color_and_a_chart_names_the_machine_and_the_unit() -> N
     assert "@media (prefers-color-scheme: dark)" in charts.as_image(chart)
 
 
+def test_no_number_of_a_text_wraps() -> None:
+    page = Report("t").text("KL 5.4e-05 \u00b1 9e-06 nats").to_html()
+    assert page.count('<span class="number">') == 2
+    assert '<span class="number">9e-06</span> nats' in page
+
+
 def test_a_legend_is_no_wider_than_its_chart() -> None:
     assert chart_style._fits(["int8", "int4"], 1)
     five = ["all layers alike", "per-channel keys", "rotated keys", "formats by layer", "safe: up to 0.002"]

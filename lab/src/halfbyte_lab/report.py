@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,8 +51,9 @@ class Report:
         return self._add(_CONTENTS)
 
     def text(self, *paragraphs: str) -> Report:
-        """Paragraphs of plain text."""
-        return self._add("\n".join(f"<p>{_escape(p)}</p>" for p in paragraphs))
+        """Paragraphs of plain text, in which no number wraps at the sign of its exponent."""
+        told = (_EXPONENT.sub(r'<span class="number">\g<0></span>', _escape(p)) for p in paragraphs)
+        return self._add("\n".join(f"<p>{p}</p>" for p in told))
 
     def facts(self, facts: Mapping[str, Cell]) -> Report:
         """A row of figures that matter, each under its name: {"KV memory": "3.6x smaller"}."""
@@ -147,6 +149,10 @@ class Report:
         return self
 
 
+#: A number such as 1.4e-05.
+_EXPONENT = re.compile(r"\b\d[\d.]*e-\d+")
+
+
 def _escape(text: str) -> str:
     return html.escape(text, quote=True)
 
@@ -226,13 +232,14 @@ figcaption { font-size: .875rem; color: var(--quiet); margin-bottom: .5rem; max-
 .cards dd { margin: 0 0 .4rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 td[title] { cursor: help; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .55rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
+.number { white-space: nowrap; }
+th, td { padding: .4rem .4rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; z-index: 1; background: var(--paper); box-shadow: inset 0 -2px var(--line);
   border-bottom: 0; vertical-align: bottom; padding: 0; }
 td:not(.r) { white-space: normal; min-width: 6.5rem; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); min-width: 9.5rem; }
 th:first-child { z-index: 2; }
-th button { all: unset; display: block; box-sizing: border-box; width: 100%; padding: .4rem .55rem; cursor: pointer;
+th button { all: unset; display: block; box-sizing: border-box; width: 100%; padding: .4rem .4rem; cursor: pointer;
   font-weight: 600; color: var(--quiet); }
 th button:hover { color: var(--ink); }
 th button:focus-visible { outline: 2px solid var(--accent); outline-offset: -2px; }
