@@ -52,8 +52,8 @@ class Report:
 
     def text(self, *paragraphs: str) -> Report:
         """Paragraphs of plain text, in which no number wraps at the sign of its exponent."""
-        told = (_EXPONENT.sub(r'<span class="number">\g<0></span>', _escape(p)) for p in paragraphs)
-        return self._add("\n".join(f"<p>{p}</p>" for p in told))
+        texts = (_EXPONENT.sub(r'<span class="number">\g<0></span>', _escape(p)) for p in paragraphs)
+        return self._add("\n".join(f"<p>{p}</p>" for p in texts))
 
     def facts(self, facts: Mapping[str, Cell]) -> Report:
         """A row of figures that matter, each under its name: {"KV memory": "3.6x smaller"}."""
