@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.plans.prompts import ROWS, Group, bucket, groups
+from halfbyte.plans.prompts import ROWS, Group, bucket, groups, scratch_tokens
 
 
 def test_long_chunks_are_unpacked_in_groups_that_fit_the_scratch() -> None:
@@ -26,14 +26,18 @@ def test_scratch_begins_anew_with_each_group() -> None:
 REQUESTS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5000)), max_size=20)
 
 
-@given(REQUESTS, st.integers(1, 8), st.integers(1, 8000), st.integers(1, 5))
-def test_each_request_is_in_one_group_by_what_it_is(requests: list[tuple[int, int]], heads: int, scratch: int, drafts: int) -> None:
+@given(REQUESTS, st.integers(1, 8), st.integers(1, 8000), st.integers(1, 5), st.sampled_from([0, 132]))
+def test_each_request_is_in_one_group_by_what_it_is(
+    requests: list[tuple[int, int]], heads: int, scratch: int, drafts: int, exact: int
+) -> None:
     queries, lengths = [n for n, _ in requests], [n + past for n, past in requests]
-    options = {"query_heads": heads, "scratch": scratch, "drafts": drafts}
+    options = {"query_heads": heads, "scratch": scratch, "drafts": drafts, "exact_tokens": exact}
+    taken = [length + (count + exact if exact else 0) for count, length in zip(queries, lengths, strict=True)]
+    assert taken == [scratch_tokens(count, length, exact) for count, length in zip(queries, lengths, strict=True)]
     parts = groups(queries, lengths, **options)
     assert [i for g in parts for i in range(g.first, g.last)] == list(range(len(requests)))
     for g in parts:
-        assert not g.unpacked or sum(lengths[g.first : g.last]) <= scratch
+        assert not g.unpacked or sum(taken[g.first : g.last]) <= scratch
         assert {n <= drafts for n in queries[g.first : g.last]} == {g.decodes}
         for i in range(g.first, g.last):
             alone = groups(queries[i : i + 1], lengths[i : i + 1], **options)

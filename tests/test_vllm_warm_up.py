@@ -14,11 +14,12 @@ import torch
 pytest.importorskip("triton")
 import halfbyte
 from halfbyte.cache_plan import LayerFormats
-from halfbyte.engine import ExactTokens, PagedView, PageLayout, attention_varlen, unpack_pages
+from halfbyte.engine import ExactTokens, PagedView, PageLayout, attention_varlen
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.prompts import bucket, groups
+from halfbyte.vllm.prompts import FlashPrompts, FlashPromptsWithExactTokens, Ragged
 from halfbyte.vllm.warm_up import Limits, compile_linear, warm_up
 from pretended_gpu import Variants, pretend_compiler
 
@@ -30,18 +31,33 @@ SCRATCH = 2048
 class Layer:
     """What `warm_up` takes of a layer's attention."""
 
-    def __init__(self, keys: str, values: str, prefill: str, window: int | None, scratch: int, recent: int = 0) -> None:
+    def __init__(
+        self, keys: str, values: str, prefill: str, window: int | None, scratch: int, sinks: int = 0, recent: int = 0
+    ) -> None:
         self.formats = LayerFormats(keys, values, False)
-        self.options = SimpleNamespace(prefill=prefill, exact_tokens=(4, recent))
+        self.options = SimpleNamespace(prefill=prefill, exact_tokens=(sinks, recent))
         self.num_heads, self.num_kv_heads, self.sliding_window = HEADS, KV_HEADS, window
         self.logits_soft_cap = self.sinks = self.alibi_slopes = None
-        rows = [torch.zeros(scratch, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
-        self.prompts = SimpleNamespace(scratch=lambda: rows, tokens=scratch) if scratch else None
+        self.prompts = self._prompts(scratch, sinks, recent) if scratch else None
         self.sides, plain = (self._pages(*formats) for formats in ((keys, values), ("bf16", "bf16")))
-        of = lambda table, code_lengths, sinks: ExactTokens(*plain, table, sinks, recent, code_lengths)  # noqa: E731
-        self.exact_tokens = SimpleNamespace(of=of) if recent else None
+
+        def of(table: torch.Tensor, code_lengths: torch.Tensor, sink_tokens: torch.Tensor) -> ExactTokens:
+            return ExactTokens(*plain, table, sink_tokens if sinks else None, recent, code_lengths)
+
+        self.exact_tokens = SimpleNamespace(of=of) if sinks or recent else None
         qkv = torch.zeros(LIMITS.tokens, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
         self.q, self.k, self.v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+    def _prompts(self, scratch: int, sinks: int, recent: int) -> FlashPrompts:
+        """With scratch of its own, and nothing in FlashAttention's place."""
+
+        def attention(q: torch.Tensor, return_softmax_lse: bool = False, **_: Any) -> Any:
+            return (torch.zeros_like(q), q.new_zeros(HEADS, len(q), dtype=torch.float32)) if return_softmax_lse else None
+
+        kind, more = (FlashPromptsWithExactTokens, (sinks, recent)) if sinks or recent else (FlashPrompts, ())
+        rows = torch.zeros(2, scratch, KV_HEADS, DIM, dtype=torch.bfloat16)
+        kind = type(kind.__name__, (kind,), {"scratch": lambda self: tuple(rows)})
+        return kind(attention, {}, self.sliding_window, None, (KV_HEADS, DIM), torch.bfloat16, scratch, *more)
 
     @staticmethod
     def _pages(keys: str, values: str) -> tuple[KVBuffer, KVBuffer]:
@@ -76,17 +92,17 @@ class Layer:
             )
         starts = list(accumulate(queries, initial=tokens))
         bounds = [n + p for n, p in zip(queries, past, strict=True)]
-        options = {"query_heads": HEADS // KV_HEADS, "scratch": self.prompts.tokens if self.prompts else 0}
-        for group in groups(queries, bounds, drafts=LIMITS.drafts, **options):
+        limits = {"scratch": self.prompts.tokens if self.prompts else 0, "exact_tokens": sum(self.options.exact_tokens)}
+        for group in groups(queries, bounds, query_heads=HEADS // KV_HEADS, drafts=LIMITS.drafts, **limits):
             mine, rows = slice(group.first, group.last), slice(starts[group.first], starts[group.last])
             cache = PagedView(*self.sides, lengths[decodes:][mine].clone(), table[decodes:][mine].clone())
-            cu_seqlens = torch.zeros(len(cache.lengths) + 1, dtype=torch.int32)
+            cu_seqlens, most = torch.zeros(len(cache.lengths) + 1, dtype=torch.int32), bucket(max(queries[mine]), LIMITS.drafts)
             new = (self.k[rows], self.v[rows]) if self.options.prefill == "exact" and not group.decodes else None
             if group.unpacked and self.prompts is not None:
-                dense = [x[: sum(bounds[mine])] for x in self.prompts.scratch()]
-                unpack_pages(cache, cu_seqlens, *dense, new=None if new is None else (*new, cu_seqlens))
+                host = tuple(zip(queries[mine], bounds[mine], strict=True))
+                part = Ragged(rows, cu_seqlens, most, cache.lengths, cache.page_table, host=host)
+                self.prompts.attend(part, self.q[rows], cache, new, out[rows], self.exact(cache))
             else:
-                most = bucket(max(queries[mine]), LIMITS.drafts)
                 self.attend_codes(cache, cu_seqlens, most, self.q[rows], new, out[rows], self.exact(cache))
 
 
@@ -109,13 +125,26 @@ CASES = {
     "exact": ("int4", "int4", "exact", None, SCRATCH),
     "window": ("fp8", "int8", "cache", 100, SCRATCH),
     "no FlashAttention": ("int8", "int8", "cache", None, 0),
-    "sink and recent tokens": ("int8", "int4_g32", "cache", None, 0, 128),
     "16 bits": ("bf16", "bf16", "cache", None, SCRATCH),
+    "exact, no FlashAttention": ("int8", "int4_g32", "exact", None, 0),
+    "exact, window, beyond the scratch": ("int8", "int4_g32", "exact", 100, 900),
+    "sink and recent tokens": ("int8", "int4_g32", "cache", None, 0, 4, 128),
+    "sink and recent tokens, unpacked": ("int8", "int4_g32", "cache", None, 2 * SCRATCH, 4, 128),
+    "recent tokens, window, beyond the scratch": ("int8", "int4_g32", "cache", 100, 900, 0, 64),
+    "sink and recent tokens, exact": ("int8", "int4_g32", "exact", None, 900, 4, 128),
 }
 
 
+def flash(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of torch's FlashAttention of a chunk over itself."""
+    return torch.zeros_like(q), q.new_zeros(HEADS, len(q), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_day_of_requests_compiles_nothing(case: str, variants: Variants) -> None:
+def test_a_day_of_requests_compiles_nothing(case: str, variants: Variants, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "no FlashAttention" not in case:
+        monkeypatch.setattr("halfbyte.ops._fused._takes_ragged", lambda *_: True)
+        monkeypatch.setattr("halfbyte.ops._fused._flash", flash)
     draw, layer = random.Random(case), Layer(*CASES[case])
     layer.warm_up(LIMITS)
     known = set(variants.keys)

@@ -156,6 +156,28 @@ class WithExactTokens:
         return out, lse
 
 
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, softmax_scale: float, window_size: list[int] | None, softcap: float, out: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None, return_softmax_lse: bool = False, **others: Any,
+) -> Any:  # fmt: skip
+    """vLLM's `flash_attn_varlen_func` as halfbyte calls it, in plain torch. Version 2 says inf where a query sees nothing."""
+    assert others == {"causal": True, "alibi_slopes": None, "fa_version": 3}
+    out, lse = torch.full_like(q, torch.nan) if out is None else out, torch.full((q.shape[1], len(q)), torch.nan)
+    options = AttentionOptions(
+        softmax_scale, softcap or None, sinks=s_aux, window=None if window_size is None else window_size[0] + 1
+    )
+    spans = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for (first, last), (begin, end) in spans:
+        assert last - first <= max_seqlen_q
+        assert end - begin <= max_seqlen_k
+        length = torch.tensor([end - begin])
+        rows = (x[None].transpose(1, 2).double() for x in (q[first:last], k[begin:end], v[begin:end]))
+        result, sums = reference.attend(*rows, length, length - (last - first), options)
+        out[first:last], lse[:, first:last] = result[0].transpose(0, 1), sums[0]
+    return (out, lse.masked_fill(lse == -torch.inf, torch.inf)) if return_softmax_lse else out
+
+
 def batch_of(
     sequences: list[tuple[int, int]],
     keys: str = "int8",

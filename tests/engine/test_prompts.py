@@ -6,41 +6,23 @@ difference in the last bit of a layer moves codes of the next.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from engines import TEXT, engine, generate, metric
+from engines import TEXT, engine, generate, later, metric
 
 from halfbyte.engine import attention_varlen
-from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.plans import prompts as plan
-from halfbyte.reference import attention as reference
 from halfbyte.vllm import prompts
 from halfbyte.vllm.names import backend_name
-from halfbyte.vllm.prompts import FlashPrompts, Ragged
+from halfbyte.vllm.prompts import FlashPrompts, FlashPromptsWithExactTokens, Ragged, visible
+from varlen_cases import flash_attention
 
 #: More than one chunk of 96 tokens, and short ones.
 PROMPTS = [list(TEXT[at : at + n]) for at, n in ((0, 20), (1000, 150), (3000, 40), (5000, 230), (7000, 3))]
-
-
-def varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: list[int] | None, softcap: float, **others: Any,
-) -> None:  # fmt: skip
-    """`flash_attn_varlen_func` as this backend calls it."""
-    assert others == {"causal": True, "alibi_slopes": None, "s_aux": None, "fa_version": 3}
-    window = None if window_size is None else window_size[0] + 1
-    options = AttentionOptions(softmax_scale, softcap or None, window=window)
-    spans = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
-    for (first, last), (begin, end) in spans:
-        assert last - first <= max_seqlen_q
-        assert end - begin <= max_seqlen_k
-        length = torch.tensor([end - begin])
-        rows = (x[None].transpose(1, 2).double() for x in (q[first:last], k[begin:end], v[begin:end]))
-        result, _ = reference.attend(*rows, length, length - (last - first), options)
-        out[first:last] = result[0].transpose(0, 1)
+#: In 16 bits: more recent ones than the shorter prompts have.
+TOKENS = {"sink_tokens": 4, "recent_tokens": 40}
 
 
 @pytest.fixture
@@ -50,25 +32,30 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Ragged]:
     from vllm.v1.worker import workspace
 
     parts: list[Ragged] = []
-    attend = FlashPrompts.attend
 
-    def checked(self: FlashPrompts, part: Ragged, q: torch.Tensor, cache: Any, new: Any, out: torch.Tensor) -> None:
-        parts.append(part)
-        attend(self, part, q, cache, new, out)
-        options: dict[str, Any] = {"window": self.window, "softcap": self.options["softcap"] or None}
-        if new is not None:
-            options |= {"prefill": "exact", "k": new[0], "v": new[1]}
-        scale = self.options["softmax_scale"]
-        expected = attention_varlen(q, cache, part.cu_seqlens_q, part.max_query_len, sm_scale=scale, **options)
-        torch.testing.assert_close(out, expected, rtol=0, atol=4 * torch.finfo(out.dtype).eps * float(expected.abs().max()))
+    def check(kind: type[FlashPrompts]) -> None:
+        attend = kind.attend
 
+        def checked(self: FlashPrompts, part: Ragged, q: torch.Tensor, cache: Any, new: Any, out: torch.Tensor, exact: Any) -> None:
+            parts.append(part)
+            attend(self, part, q, cache, new, out, exact)
+            options: dict[str, Any] = {"window": self.window, "softcap": self.options["softcap"] or None, "exact_tokens": exact}
+            if new is not None:
+                options |= {"prefill": "exact", "k": new[0], "v": new[1]}
+            scale = self.options["softmax_scale"]
+            expected = attention_varlen(q, cache, part.cu_seqlens_q, part.max_query_len, sm_scale=scale, **options)
+            torch.testing.assert_close(out, expected, rtol=0, atol=4 * torch.finfo(out.dtype).eps * float(expected.abs().max()))
+
+        monkeypatch.setattr(kind, "attend", checked)
+
+    for kind in (FlashPrompts, FlashPromptsWithExactTokens):
+        check(kind)
     manager = workspace.WorkspaceManager(torch.device("cpu"))
     monkeypatch.setattr(workspace, "current_workspace_manager", lambda: manager)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", varlen, raising=False)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
     monkeypatch.setattr(prompts, "_version", lambda impl: 3)
     monkeypatch.setattr(plan, "ROWS", 16)
-    monkeypatch.setattr(FlashPrompts, "attend", checked)
     return parts
 
 
@@ -77,22 +64,22 @@ def measure_memory(llm: Any) -> None:
     from vllm.v1.worker import workspace
 
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    for layer in layers.values():
+    for layer in (layer for layer in layers.values() if hasattr(layer, "num_heads")):
         out = torch.ones(3, layer.num_heads, layer.head_size)
         layer.impl.forward(layer, out, None, None, None, None, out)
     workspace.current_workspace_manager().lock()
 
 
-@pytest.mark.parametrize("prefill", ["cache", "exact"])
-def test_long_chunks_are_unpacked(prefill: str, calls: list[Ragged]) -> None:
+@pytest.mark.parametrize(("prefill", "tokens"), [("cache", {}), ("exact", {}), ("cache", TOKENS), later("exact", TOKENS)])
+def test_long_chunks_are_unpacked(prefill: str, tokens: dict[str, int], calls: list[Ragged]) -> None:
     """In chunks, beside decodes and short ones, behind prefix hits."""
     options: dict[str, Any] = {"dtype": "float16", "block_size": 16, "max_num_batched_tokens": 96, "max_model_len": 512}
-    options["additional_config"] = {"halfbyte": {"prefill": prefill, "rotate_keys": True}}
+    options["additional_config"] = {"halfbyte": {"prefill": prefill, "rotate_keys": True, **tokens}}
     with engine(backend=backend_name("int8", "int4_g32"), **options) as llm:
         measure_memory(llm)
         generate(llm, PROMPTS, 4)
         generate(llm, [PROMPTS[3][:200] + PROMPTS[1], PROMPTS[1]], 4)
-        assert metric(llm, "vllm:prefix_cache_hits") > 200
+        assert metric(llm, "vllm:prefix_cache_hits") >= 160
     hosts = [part.host for part in calls]
     assert any(len(host) > 1 for host in hosts), "no call had several requests"
     assert any(count < length for host in hosts for count, length in host), "no chunk had a past"
@@ -107,4 +94,4 @@ def test_windows(family: str, calls: list[Ragged], tiny) -> None:
     with engine(tiny(family), backend_name("int8", "int8"), **options) as llm:
         measure_memory(llm)
         generate(llm, prompts, 4)
-    assert any(part.visible(8)[1] < part.visible(None)[1] for part in calls)
+    assert any(part.kept(visible, 8).total < part.kept(visible, None).total for part in calls)

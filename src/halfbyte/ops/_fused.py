@@ -47,7 +47,8 @@ def ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tens
     out, lse = _flash(_aligned(q), _aligned(k), _aligned(_widened(v, q)), bounds, most, o)
     out = out[..., : v.shape[-1]]
     padding = torch.arange(len(q), device=q.device) >= bounds[-1]  # which is not written
-    return out.masked_fill(padding[:, None, None], 0), lse.t().masked_fill(padding[:, None], -torch.inf)
+    lse = lse.t().contiguous()  # else its strides hold T, for which the kernel that merges would be compiled
+    return out.masked_fill(padding[:, None, None], 0), lse.masked_fill(padding[:, None], -torch.inf)
 
 
 def _suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> bool:

@@ -11,6 +11,8 @@ from halfbyte.plans.decode_shapes import FIXED_SPLIT
 
 #: Warps that keep one SM busy: beyond them, more splits only cost.
 _WARPS_PER_SM = 16
+#: Query rows of a tile. Not 64: those use Hopper's wgmma, with which Triton 3.6 read memory that it had already reused.
+FEW_ROWS, MANY_ROWS = 16, 32
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> Tri
     """How the portable kernel runs a problem."""
     if not p.ragged:
         return _tiles(p, p.batch, p.rows, num_sms, capability)
-    few, many = (_tiles(p, p.rows // rows + p.batch, rows, num_sms, capability) for rows in (16, 32))
+    few, many = (_tiles(p, p.rows // rows + p.batch, rows, num_sms, capability) for rows in (FEW_ROWS, MANY_ROWS))
     return (
         few if p.deterministic_batch or many.splits > 1 else many
     )  # tiles that do not depend on the number of queries, or that fill the GPU
@@ -85,13 +87,12 @@ def triton_tiles(
     `chunk` > 0 requests the same bits in every batch; it is rounded up to whole blocks.
     """
     latents = dim > 512  # with rotary keys: tiles that spill little, not measured
-    # Not 64 rows: those use Hopper's wgmma, with which Triton 3.6 read memory that it had already reused.
-    block_rows = 16 if rows <= 16 or latents else 32
+    block_rows = FEW_ROWS if rows <= FEW_ROWS or latents else MANY_ROWS
     bits, channels = (keys.code.bits, values.code.bits), keys.token_block is not None
     in_groups = "group" in (keys.granularity, values.granularity)
     wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not in_groups)
-    block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
-    num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
+    block_tokens = 32 if wide or block_rows > FEW_ROWS else 64  # the most that registers hold
+    num_warps = 2 if channels and block_rows == FEW_ROWS and dim <= 128 else 4  # as measured with 8 query rows
     if latents:
         block_tokens, num_warps = 16 if in_groups and not channels else 32, 8
     tiles = -(-rows // block_rows)

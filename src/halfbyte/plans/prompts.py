@@ -35,26 +35,35 @@ class Group(NamedTuple):
     decodes: bool
 
 
-def groups(queries: Sequence[int], lengths: Sequence[int], *, query_heads: int, scratch: int, drafts: int = 1) -> list[Group]:
+def scratch_tokens(count: int, length: int, exact_tokens: int) -> int:
+    """What a request with `count` new tokens among `length` takes of the scratch: those in 16 bits are put together there first."""
+    return length + (count + exact_tokens if exact_tokens else 0)
+
+
+def groups(
+    queries: Sequence[int], lengths: Sequence[int], *, query_heads: int, scratch: int, exact_tokens: int = 0, drafts: int = 1
+) -> list[Group]:
     """Requests in groups, in their order.
 
     queries      new tokens of each request
     lengths      of each an upper bound of its tokens, new ones included
     query_heads  per KV head
-    scratch      tokens that the scratch holds: those of all requests of a group. A longer request is not unpacked
+    scratch      tokens that the scratch holds: those of all requests of a group. A request with more is not unpacked
+    exact_tokens tokens in 16 bits of each request, which take scratch with its new ones (`scratch_tokens`)
     drafts       tokens of a decode with its drafts
     """
     result: list[Group] = []
     room = 0
     for i, (count, length) in enumerate(zip(queries, lengths, strict=True)):
-        unpacked = count * query_heads >= ROWS and length <= scratch
+        tokens = scratch_tokens(count, length, exact_tokens)
+        unpacked = count * query_heads >= ROWS and tokens <= scratch
         decodes = count <= drafts
-        if result and result[-1][2:] == (unpacked, decodes) and (not unpacked or length <= room):
+        if result and result[-1][2:] == (unpacked, decodes) and (not unpacked or tokens <= room):
             result[-1] = result[-1]._replace(last=i + 1)
         else:
             result.append(Group(i, i + 1, unpacked, decodes))
             room = scratch
-        room -= length
+        room -= tokens
     return result
 
 

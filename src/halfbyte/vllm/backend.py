@@ -32,7 +32,7 @@ from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.compiling import cache_folder
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.ops.workspace import replay_in_turn
-from halfbyte.plans.prompts import MOST_SCRATCH
+from halfbyte.plans.prompts import MOST_SCRATCH, scratch_tokens
 from halfbyte.tensors import KeyTransform
 from halfbyte.vllm.batches import HalfbyteBuilder, HalfbyteMetadata
 from halfbyte.vllm.calibrated import layer_transform
@@ -169,7 +169,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         )
         longest, scheduler = config.model_config.max_model_len, config.scheduler_config
         self._config = config
-        self._scratch_tokens = min(longest + scheduler.max_num_batched_tokens, MOST_SCRATCH)
+        most = scheduler.max_num_batched_tokens
+        self._scratch_tokens = min(scratch_tokens(most, longest, sum(self.options.exact_tokens)) + most, MOST_SCRATCH)
         self.prompts: FlashPrompts | None = None
         self.transform: KeyTransform | None = None
         self.exact_tokens: ExactTokensLayer | None = None
@@ -192,8 +193,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         self.exact_tokens = self._exact_tokens(name, layer, index, act_dtype)
         if self.alibi_slopes is not None:  # buffers outlast a sleep of level 2
             layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
-        if self.exact_tokens is None:
-            self.prompts = flash_prompts(self, layer, self.formats, act_dtype, self._scratch_tokens)
+        self.prompts = flash_prompts(self, layer, self.formats, act_dtype, self._scratch_tokens)
         self._begin_to_compile(layer, act_dtype)
 
     def _exact_tokens(self, name: str, layer: Any, index: int, dtype: torch.dtype) -> ExactTokensLayer | None:
@@ -279,7 +279,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             new = (key[part.rows], value[part.rows]) if part.exact and key is not None else None
             cache = PagedView(keys, values, part.lengths, part.page_table, self.formats.rotate_keys)
             if part.host and self.prompts is not None:
-                self.prompts.attend(part, q, cache, new, out)
+                self.prompts.attend(part, q, cache, new, out, exact)
             else:
                 self.attend_codes(cache, part.cu_seqlens_q, part.max_query_len, q, new, out, exact)
         return output

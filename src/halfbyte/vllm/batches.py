@@ -23,6 +23,13 @@ class HalfbyteMetadata(AttentionMetadata):  # type: ignore[misc]
     parts: list[Ragged]
 
 
+def scratch_of(vllm_config: Any) -> int:
+    """Tokens that the scratch of long prompts holds, one for all layers: batches are divided alike for pages of every kind."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    prompts = [getattr(getattr(layer, "impl", None), "prompts", None) for layer in layers]
+    return max((one.tokens for one in prompts if one is not None), default=0)
+
+
 class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: ignore[misc]
     """Splits a batch by what the host knows, without synchronizing."""
 
@@ -37,7 +44,7 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         impl = layer.impl
         self.query_heads, self.exact = impl.num_heads // impl.num_kv_heads, impl.options.prefill == "exact"
-        self.scratch = 0 if impl.prompts is None else impl.prompts.tokens
+        self.exact_tokens, self.scratch = sum(impl.options.exact_tokens), scratch_of(vllm_config)
         if isinstance(layer, ExactTokensLayer):
             rows = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
             self._exact_rows, self._recent = (rows, torch.full_like(rows, layer.sink_tokens)), layer.recent_tokens
@@ -77,17 +84,17 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
         lengths = [m.max_seq_len] * (m.num_reqs - first) if bounds is None else bounds[first : m.num_reqs].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]
         parts = []
-        for group in groups(queries, lengths, query_heads=self.query_heads, scratch=self.scratch, drafts=threshold):
+        limits = {"scratch": self.scratch, "exact_tokens": self.exact_tokens, "drafts": threshold}
+        for group in groups(queries, lengths, query_heads=self.query_heads, **limits):
             mine, some = slice(group.first, group.last), slice(first + group.first, first + group.last)
             begin, end = starts[group.first], starts[group.last]
             if begin == end:  # requests that pad the batch
                 continue
-            most = max(queries[mine])
             parts.append(
                 Ragged(
                     slice(begin, end),
                     m.query_start_loc[some.start : some.stop + 1] - begin,
-                    most if group.unpacked else bucket(most, threshold),
+                    bucket(max(queries[mine]), threshold),
                     m.seq_lens[some].clone(),
                     m.block_table_tensor[some].clone(),
                     self.exact and not group.decodes,  # drafts are read as stored, whatever their neighbors in the batch

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.engine import PagedView, unpack_pages
+from halfbyte.engine import PagedView
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.by_plan import rows_of_plans
 from halfbyte.ops.compiling import compiling_only, counts
+from halfbyte.plans.decode_portable import MANY_ROWS
 from halfbyte.plans.gemm_problem import GemmProblem
-from halfbyte.plans.prompts import ROWS, bucket
+from halfbyte.plans.prompts import ROWS, bucket, scratch_tokens
+from halfbyte.vllm.prompts import Ragged, merged
 
 #: Work items up to which plans may differ from one number to the next: they compare them with multiprocessors.
 _ITEMS = 400
@@ -65,7 +67,15 @@ def batches(limits: Limits, heads: tuple[int, int], unpacked: bool) -> Iterator[
     for most in (1 << n for n in range(3, bucket(longest).bit_length())):
         even = min(limits.requests, limits.tokens // most)
         yield from (Batch(requests, most, requests * most) for requests in counts(even, few))
-        yield from (Batch(blocks, most, 1) for blocks in counts(limits.requests + limits.tokens // 8, few))
+        for blocks in counts(limits.requests + limits.tokens // 8, few):
+            yield Batch(blocks, most, 1)
+            yield _of_tiles(blocks, most, limits.tokens, query_heads)
+
+
+def _of_tiles(blocks: int, most: int, tokens: int, query_heads: int) -> Batch:
+    """Chunks of at most so many blocks of the portable kernel's taller tiles, and of more, up to twice as many, of the others."""
+    tokens = min(tokens, blocks * MANY_ROWS * most // (query_heads * most + MANY_ROWS))
+    return Batch(tokens // most + 1, most, max(tokens, 1))
 
 
 def warm_up(
@@ -101,7 +111,7 @@ def warm_up(
     with compiling_only(wait):
         _attention(impl, limits, query, key, value, sides, table)
         if impl.prompts is not None and wait:
-            _unpack(impl, key, value, sides, table)
+            _unpack(impl, query, key, value, sides, table)
         if wait:
             _call_linears()
 
@@ -155,7 +165,8 @@ def _attention(
     zeros = torch.zeros(limits.requests + limits.tokens + 1, dtype=torch.int32, device=query.device)
     row = torch.zeros(1, table.shape[1], dtype=torch.int32, device=query.device)
     out = torch.empty(largest, impl.num_heads, sides[1].dim, dtype=query.dtype, device=query.device)
-    unpacked = impl.prompts is not None and limits.longest <= impl.prompts.tokens
+    most = scratch_tokens(limits.tokens, limits.longest, sum(impl.options.exact_tokens))
+    unpacked = impl.prompts is not None and most <= impl.prompts.tokens
     for batch in batches(limits, (impl.num_heads, impl.num_kv_heads), unpacked):
         pages = row.expand(batch.requests, -1)
         cache = PagedView(*sides, zeros[: batch.requests].clone(), pages, impl.formats.rotate_keys)
@@ -170,9 +181,13 @@ def _attention(
             )
 
 
-def _unpack(impl: Any, key: torch.Tensor, value: torch.Tensor, sides: tuple[KVBuffer, KVBuffer], table: Any) -> None:
-    zeros = torch.zeros(2, dtype=torch.int32, device=key.device)
-    rows = impl.prompts.scratch()
-    cache = PagedView(*sides, zeros[:1], table[:1].clone(), impl.formats.rotate_keys)
-    for new in (None, (key, value, zeros)):
-        unpack_pages(cache, zeros, rows[0][:16], rows[1][:16], new=new)
+def _unpack(
+    impl: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sides: tuple[KVBuffer, KVBuffer], table: Any
+) -> None:
+    zeros, pages = torch.zeros(2, dtype=torch.int32, device=key.device), table[:1].clone()
+    part = Ragged(slice(0), zeros, 16, zeros[:1], pages, host=((16, 16),))
+    exact = None if impl.exact_tokens is None else impl.exact_tokens.of(pages, zeros[:1], zeros[:1])
+    impl.prompts.compile(part, PagedView(*sides, zeros[:1], pages, impl.formats.rotate_keys), (key, value), exact)
+    if exact is not None:
+        out, sums = query.new_empty(16, *query.shape[1:]), query.new_empty(impl.num_heads, 16, dtype=torch.float32)
+        merged([(out, sums)] * 2, impl.sinks)
