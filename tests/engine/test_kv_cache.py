@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,14 @@ from engines import (
     save,
 )
 from transformers import AutoModelForCausalLM, BloomConfig
+from vllm.config import VllmConfig, cache, set_current_vllm_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from halfbyte.engine import PageLayout
-from halfbyte.vllm.names import PLAN, backend_name
+from halfbyte.vllm import register
+from halfbyte.vllm.backend import HalfbyteBackend
+from halfbyte.vllm.names import PLAN, backend_name, cache_dtype
 from halfbyte_lab.evals.calibrate_keys import calibrate_keys
 
 #: Prompts of many lengths that share no beginning.
@@ -183,3 +189,36 @@ def test_alibi(tmp_path: Path) -> None:
         with engine(folder, backend, block_size=32) as llm:
             found.append(generate(llm, prompts, 12))
     assert_same(found[1], found[0], within=0.05)
+
+
+@pytest.mark.parametrize("name", ["CPU_ATTN", "FLEX_ATTENTION"])
+def test_a_cache_dtype_selects_the_backend(name: str) -> None:
+    """As vLLM 0.33 lets plugins register its names; without it each backend is vLLM's own."""
+    register()
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        assert not issubclass(AttentionBackendEnum[name].get_class(), HalfbyteBackend)
+        config.cache_config.cache_dtype = cache_dtype(backend_name("int8", "int4_g32"))
+        backend = AttentionBackendEnum[name].get_class()
+        assert backend.get_name() == "HALFBYTE_INT8__INT4_G32"
+        options = (64, torch.bfloat16), (64, False, False, False, False, None)
+        for dtype, refused in ((config.cache_config.cache_dtype, False), ("halfbyte_int8__int8", True), ("fp8", True)):
+            reason = backend.supports_combination(*options[0], dtype, *options[1])
+            assert (reason is not None and f"kv_cache_dtype={dtype!r}" in reason) == refused
+
+
+def test_cache_dtypes_are_registered_where_vllm_has_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, although vLLM calls the plugin in every process and several times."""
+    found: dict[str, Any] = {}
+
+    def decorate(name: str) -> Any:
+        assert name not in found
+        return lambda handler: found.setdefault(name, handler())
+
+    monkeypatch.setattr(cache, "register_kv_cache_dtype", decorate, raising=False)
+    monkeypatch.setattr(cache, "KV_CACHE_DTYPES", found, raising=False)
+    for _ in range(2):
+        register()
+    assert {"halfbyte_int8__int4_g32", "halfbyte_plan"} <= set(found)
+    handler = found["halfbyte_int8__int4_g32"]
+    assert (handler.torch_dtype(), handler.quant_mode()) == (torch.uint8, KVQuantMode.NONE)

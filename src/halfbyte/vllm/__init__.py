@@ -1,8 +1,9 @@
 """halfbyte inside vLLM: the KV cache in packed pages, and quantized linear layers.
 
 vLLM calls `register`, the entry point of its group vllm.general_plugins, in each of its processes. Then
-`--attention-backend HALFBYTE_INT8__INT4_G32` names the formats of keys and values, and `--quantization halfbyte` loads folders of
-`halfbyte quantize`. Without either, vLLM runs as if halfbyte were not there.
+`--attention-backend HALFBYTE_INT8__INT4_G32`, or from vLLM 0.33 on `--kv-cache-dtype halfbyte_int8__int4_g32`, names the formats of
+keys and values, and `--quantization halfbyte` loads folders of `halfbyte quantize`. Without these, vLLM runs as if halfbyte were
+not there.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ def register() -> None:
     """
     import vllm
 
-    from halfbyte.vllm.names import backend_names, refusal
+    from halfbyte.vllm.names import backend_names, cache_dtype, refusal
 
     if reason := refusal(vllm.__version__):
         warn_once(reason)
         return
+    from vllm.config import cache
     from vllm.model_executor.layers import quantization
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -39,11 +41,32 @@ def register() -> None:
         for name in backend_names():
             if name not in AttentionBackendEnum.__members__:
                 register_backend(name, f"halfbyte.vllm.selection.{name}")
+    if hasattr(cache, "register_kv_cache_dtype"):  # from 0.33 on
+        for name in map(cache_dtype, backend_names()):
+            if name not in cache.KV_CACHE_DTYPES:
+                cache.register_kv_cache_dtype(name)(PackedPages)
     copyreg.pickle(AttentionBackendEnum, _reduced)
     for name in REPLACED:
         register_backend(AttentionBackendEnum[name], f"halfbyte.vllm.selection.{name}")
     if OWN not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(OWN)(HalfbyteConfig)
+
+
+class PackedPages:
+    """What vLLM asks about a cache dtype."""
+
+    @staticmethod
+    def torch_dtype() -> Any:
+        import torch
+
+        return torch.uint8
+
+    @staticmethod
+    def quant_mode() -> Any:
+        """None of vLLM's: it has no scales to load, and no say in the size of a page."""
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        return KVQuantMode.NONE
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.vllm.backend import PackedPages, log_blocks
 from halfbyte.vllm.names import backend_name, backend_names
-from halfbyte.vllm.options import EXACT_TOKENS, Options, Pair, check_cache, layer_formats
+from halfbyte.vllm.options import EXACT_TOKENS, Options, Pair, check_cache, check_cache_dtype, layer_formats
 from halfbyte.vllm.warm_up import Limits, warm_up
 
 #: Why latents are not packed.
@@ -92,7 +92,7 @@ class HalfbyteMLABackend(PackedPages, MLACommonBackend):  # type: ignore[misc]
         **options: Any,
     ) -> str | None:
         try:
-            check_cache(None, head_size, kv_cache_dtype or "auto")
+            check_cache_dtype(cls.pair, kv_cache_dtype or "auto")
         except HalfbyteError as error:
             return str(error)
         return _SPARSE if use_sparse else None

@@ -27,6 +27,11 @@ def backend_names() -> dict[str, tuple[str, str] | None]:
     return {PLAN: None} | {backend_name(k, v): (k, v) for k in KV_FORMATS for v in KV_FORMATS}
 
 
+def cache_dtype(backend: str) -> str:
+    """What `--kv-cache-dtype` calls the cache of a backend, in place of `--attention-backend`: 0.33 has a registry of these."""
+    return backend.lower()
+
+
 def refusal(version: str) -> str:
     """Why a version of vLLM is outside of `VERSIONS`, and what to do; "" for one inside."""
     version_parts = re.match(r"(\d+)\.(\d+)", version)

@@ -14,7 +14,7 @@ from halfbyte.engine import PAGE_FORMATS, PageLayout, page_layouts
 from halfbyte.errors import Unsupported, check
 from halfbyte.formats import KV_FORMATS, check_window
 from halfbyte.vllm.calibrated import check_calibration
-from halfbyte.vllm.names import PLAN, backend_name, backend_names
+from halfbyte.vllm.names import PLAN, backend_name, backend_names, cache_dtype
 
 #: Formats of keys and values; None in the backend of cache plans.
 Pair = tuple[str, str] | None
@@ -158,10 +158,15 @@ def layer_formats(options: Options, pair: Pair, index: int, skipped: bool, dtype
 
 
 def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str, value_size: int | None = None) -> None:
-    """Raise for heads that do not fit into a page, and for a kv_cache_dtype next to a backend that has formats of its own."""
+    """Raise for heads that do not fit into a page, and for another kv_cache_dtype (`check_cache_dtype`)."""
     if pair is not None:
         PageLayout(*pair, head_size, value_size)
-    if kv_cache_dtype != "auto":
+    check_cache_dtype(pair, kv_cache_dtype)
+
+
+def check_cache_dtype(pair: Pair, kv_cache_dtype: str) -> None:
+    """Raise for a kv_cache_dtype next to a backend that has formats of its own."""
+    if kv_cache_dtype not in ("auto", cache_dtype(PLAN if pair is None else backend_name(*pair))):
         raise Unsupported(
             f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend with formats of its own exclude each other; leave "
             f"kv_cache_dtype out"

@@ -1,40 +1,50 @@
 """The backend class of each name: `mla.py` in models whose layers cache latents, else `backend.py`.
 
-vLLM's CPU platform takes its own backend whatever is selected: its paths lead here, too, and the selection decides. vLLM caches
-each answer by the selection, so an engine without halfbyte in the same process gets vLLM's own backend.
+vLLM's CPU platform takes its own backend whatever is selected: its paths lead here, too, and the selection decides. So do those of
+two backends that a GPU takes last, for a selection by `--kv-cache-dtype`, which all others decline. vLLM caches each answer by the
+selection, so an engine without halfbyte in the same process gets vLLM's own backend.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: The members of AttentionBackendEnum that the CPU platform may take.
-REPLACED = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+#: The members of AttentionBackendEnum that the CPU platform may take, and those that a GPU may take for any cache dtype.
+ON_CPU = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+BY_CACHE_DTYPE = ("FLEX_ATTENTION", "TRITON_MLA")
+REPLACED = (*ON_CPU, *BY_CACHE_DTYPE)
 
 
 def __getattr__(name: str) -> Any:
-    """The backend class that vLLM calls `name`, or in place of the CPU platform's."""
-    from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+    """The backend class that vLLM calls `name`, or in place of vLLM's own."""
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from halfbyte.errors import Unsupported
     from halfbyte.vllm.names import backend_names
 
-    names = backend_names()
+    names, config = backend_names(), get_current_vllm_config_or_none()
     if name not in names and name not in REPLACED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in REPLACED:
-        config = get_current_vllm_config()
-        by_kind = {kind: member.name for kind, member in config.attention_config.backend_per_kind.items()}
-        if set(by_kind.values()) & set(names):
-            raise Unsupported(
-                f"backend_per_kind={by_kind}: on vLLM's CPU platform all layers share one backend; use attention_backend"
-            )
-        choice = config.attention_config.backend
-        if choice is None or choice.name not in names:
+        choice = None if config is None else _choice(config, name in ON_CPU)
+        if choice is None:
             return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
-        name = choice.name
-    model = getattr(get_current_vllm_config_or_none(), "model_config", None)
+        name = choice
+    model = getattr(config, "model_config", None)
     module = "mla" if getattr(model, "use_mla", False) else "backend"
     return resolve_obj_by_qualname(f"halfbyte.vllm.{module}.{name}")
+
+
+def _choice(config: Any, on_cpu: bool) -> str | None:
+    """The backend of halfbyte that an engine's configuration names; on a GPU, by its cache dtype alone."""
+    from halfbyte.errors import Unsupported
+    from halfbyte.vllm.names import backend_names, cache_dtype
+
+    names, attention = backend_names(), config.attention_config
+    by_kind = {kind: member.name for kind, member in attention.backend_per_kind.items()}
+    if on_cpu and set(by_kind.values()) & set(names):
+        raise Unsupported(f"backend_per_kind={by_kind}: on vLLM's CPU platform all layers share one backend; use attention_backend")
+    if on_cpu and attention.backend is not None and attention.backend.name in names:
+        return str(attention.backend.name)
+    return {cache_dtype(name): name for name in names}.get(config.cache_config.cache_dtype)
