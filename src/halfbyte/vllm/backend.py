@@ -18,7 +18,6 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -38,7 +37,7 @@ from halfbyte.vllm.batches import HalfbyteBuilder, HalfbyteMetadata
 from halfbyte.vllm.calibrated import layer_transform
 from halfbyte.vllm.exact_tokens import ExactTokensLayer
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
-from halfbyte.vllm.options import Options, Pair, check_cache, is_draft, layer_formats
+from halfbyte.vllm.options import Options, Pair, check_cache, is_draft, layer_formats, layer_index
 from halfbyte.vllm.prompts import FlashPrompts, flash_prompts
 from halfbyte.vllm.warm_up import Limits, warm_up
 
@@ -183,7 +182,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the formats of this layer: vLLM has named it by now, and allocates its pages next."""
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", None) is self)
-        index = extract_layer_index(self.kv_sharing_target_layer_name or name)
+        index = layer_index(self.kv_sharing_target_layer_name or name)
         in_16_bits = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)
         self.formats = layer_formats(self.options, self.pair, index, in_16_bits, act_dtype)
         if self.options.calibration is not None and KV_FORMATS[self.formats.keys].is_quantized:

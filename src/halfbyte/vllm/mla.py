@@ -25,7 +25,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
     accumulate_mla_context_chunk,
     init_mla_context_partial,
 )
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -39,7 +38,7 @@ from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.vllm.backend import PackedPages, log_blocks
 from halfbyte.vllm.names import backend_name, backend_names
-from halfbyte.vllm.options import EXACT_TOKENS, Options, Pair, check_cache, check_cache_dtype, layer_formats
+from halfbyte.vllm.options import EXACT_TOKENS, Options, Pair, check_cache, check_cache_dtype, layer_formats, layer_index
 from halfbyte.vllm.warm_up import Limits, warm_up
 
 #: Why latents are not packed.
@@ -147,7 +146,7 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the formats of this layer: vLLM has named it by now, and allocates its pages next."""
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", None) is self)
-        index = extract_layer_index(name)
+        index = layer_index(name)
         self.dtype = act_dtype
         self.formats = layer_formats(self.options, self.pair, index, str(index) in self._skipped, act_dtype)
         layer.attn_backend = _backend_of(backend_name(self.formats.keys, self.formats.values), self.dims)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
 
 from halfbyte.cache_plan import CachePlan, LayerFormats, read_plan
 from halfbyte.engine import PAGE_FORMATS, PageLayout, page_layouts
@@ -98,6 +99,12 @@ def _check_exact_tokens(config: Any) -> None:
         )
     if config.kv_transfer_config is not None:
         raise Unsupported("KV connectors do not move the pages of sink_tokens and recent_tokens; leave these out, or the connector")
+
+
+def layer_index(name: str) -> int:
+    """Which of the layers with attention `name` is of; a block of LongCat has two, with a number of their own."""
+    numbers = sum(part.isdigit() for part in name.split("."))
+    return int(extract_layer_index(name, max(numbers, 1)))
 
 
 def is_draft(config: Any, index: int) -> bool:

@@ -48,6 +48,12 @@ from halfbyte.vllm.warm_up import LinearKernels, compile_linear
 RENAMED = (".mlp.", ".block_sparse_moe.")
 #: What config.json, and vLLM, call OpenAI's stacks of experts in MXFP4.
 GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
+#: What vLLM fuses, for models whose class does not say: MTP heads, and LongCat.
+FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
 #: Weights that one launch computes.
 MOST_PROJECTIONS = 3
 _KERNELS = LinearKernels()
@@ -149,7 +155,8 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         if not isinstance(layer, LinearBase):
             return None
         parent, _, child = prefix.rpartition(".")
-        names = [f"{parent}.{shard}".lstrip(".") for shard in self.packed_modules_mapping.get(child, [child])]
+        shards = self.packed_modules_mapping.get(child) or FUSED.get(child, [child])
+        names = [prefix] if prefix in self.stored else [f"{parent}.{shard}".lstrip(".") for shard in shards]
         own = [name for name in names if name in self.stored]
         if not own:
             return UnquantizedLinearMethod()
