@@ -10,8 +10,9 @@ from docgen.sources import tables
 _SIZES = "Llama 3 8B's sizes with random weights"
 
 
-#: Modes of `halfbyte_lab.serving`: vLLM alone, with halfbyte's cache, and with its weights, the output layer's in INT8, too.
-_MODES = ("bf16", "bf16/int8+int4_g32", "int4_g128+int8_col/int8+int4_g32")
+#: Modes of `halfbyte_lab.serving`: vLLM alone, with halfbyte's cache, with its weights, the output layer's in INT8, too, and with
+#: those that round x of prompts to INT8.
+_MODES = ("bf16", "bf16/int8+int4_g32", "int4_g128+int8_col/int8+int4_g32", "int4_g128_a8+int8_col/int8+int4_g32")
 #: The last of them with a 16-bit output layer.
 _PLAIN_HEAD = "int4_g128/int8+int4_g32"
 #: Cold requests x tokens of each + new ones.
@@ -30,25 +31,24 @@ def in_vllm() -> str:
         )
         for shape in _shapes(rows, "decode", _MODES[1:])
     ]
-    columns = ("16 bits", "INT8 / INT4 cache", "and INT4 weights")
+    columns = ("16 bits", "INT8 / INT4 cache", "and INT4 weights", "and INT8 x")
     heads = ("requests x context", f"step, {columns[0]}, ms", *columns[1:], f"prompts, {columns[0]}, tokens/s", *columns[1:])
-    stock, middle, packed = (rows["engine", mode, ""] for mode in _MODES)
+    stock, middle, packed, _ = (rows["engine", mode, ""] for mode in _MODES)
     env, shapes = packed["environment"], _shapes(rows, "decode", (_PLAIN_HEAD,))
     plain = ", ".join(_figure(rows, "decode", _PLAIN_HEAD, shape, "step_ms", 2) for shape in shapes)
     told = (
-        f"{env['device']}, {env['date']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}. The cache "
-        f"holds {stock['kv_tokens']:,} tokens in 16 bits, {middle['kv_tokens']:,} in INT8 / INT4, {packed['kv_tokens']:,} with "
-        f"INT4 weights too. These are int4_g128 and an output layer in int8_col; with that layer in bf16 a step of "
-        f"{_listed(shapes)} took {plain} ms. 16 bits and INT4 weights ran in one session on two GPUs of one host, whose processors "
-        f"other jobs shared; the columns between them ran on other H200s. With an empty kernel cache the engine started in "
-        f"{packed['start_s']:.0f} s with INT4 weights, stock vLLM in {stock['start_s']:.0f} s."
+        f"{env['device']}, {env['date'][:10]}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}. The "
+        f"cache holds {stock['kv_tokens']:,} tokens in 16 bits, {middle['kv_tokens']:,} in INT8 / INT4, {packed['kv_tokens']:,} "
+        f"with INT4 weights too: int4_g128 or, with x in INT8, int4_g128_a8, and an output layer in int8_col; with that in "
+        f"bf16 a step of {_listed(shapes)} took {plain} ms. Each column ran on an H200 whose host other jobs shared. With an "
+        f"empty kernel cache the engine started in {packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 
 
 def hits_in_vllm() -> str:
     """A line for each number of new tokens behind a cached prefix: the first token, and new tokens a second."""
-    rows, modes = _in_vllm(), (_MODES[0], _MODES[2])
+    rows, modes = _in_vllm(), (_MODES[0], *_MODES[2:])
     lines = [
         (
             _batch(shape.partition("+")[0]),
@@ -57,18 +57,18 @@ def hits_in_vllm() -> str:
         )
         for shape in _shapes(rows, "hits", modes[1:])
     ]
+    columns = ("16 bits", "INT8 / INT4 cache and INT4 weights", "and INT8 x")
     heads = (
         "requests x cached tokens",
         "new tokens each",
-        "first token, 16 bits, ms",
-        "INT8 / INT4 cache and INT4 weights",
-        "new tokens/s, 16 bits",
-        "INT8 / INT4 cache and INT4 weights",
+        *(f"first token, {columns[0]}, ms", *columns[1:]),
+        *(f"new tokens/s, {columns[0]}", *columns[1:]),
     )
-    (batch, _, new), (stock, packed) = _LOAD.partition("+"), (rows["serve", mode, _LOAD]["all_tok_s"] for mode in modes)
+    batch, _, new = _LOAD.partition("+")
+    stock, packed, rounded = (rows["serve", mode, _LOAD]["all_tok_s"] for mode in modes)
     told = (
         f"{_batch(batch)} cold prompts with {new} new tokens each: {stock:,.0f} tokens/s in 16 bits, {packed:,.0f} with INT8 / "
-        f"INT4 cache and INT4 weights."
+        f"INT4 cache and INT4 weights, {rounded:,.0f} with x in INT8 as well."
     )
     return f"{tables.markdown(heads, lines)}\n\n{told}"
 
