@@ -333,7 +333,7 @@ WEIGHT_FORMATS: dict[str, Format] = _registry(
 
 
 _IN_GROUPS = [f"int4_{kind}g{group}" for kind in ("", "sym_") for group in (32, 64, 128)]
-#: These and those that round x to INT8, asked for by name only: `int4_g128_a8`.
+#: These and those that round x to INT8, requested by name only: `int4_g128_a8`.
 EVERY_WEIGHT_FORMAT = WEIGHT_FORMATS | _registry(replace(WEIGHT_FORMATS[n], name=f"{n}_a8", rounds_x=True) for n in _IN_GROUPS)
 
 

@@ -104,10 +104,9 @@ class QuantTensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As a name and tensors, which `torch.load` with `weights_only=True` restores."""
-        named = next(
-            ((i, self.format.name) for i, known in enumerate(_FORMATS) if known.get(self.format.name) == self.format), None
-        )
-        return _restored, (type(self), named or self.format, self.shape, self.parts())
+        name = self.format.name
+        place = next(((i, name) for i, formats in enumerate(_FORMATS) if formats.get(name) == self.format), None)
+        return _restored, (type(self), place or self.format, self.shape, self.parts())
 
     def __repr__(self) -> str:
         order = ", act-order" * (self.perm is not None)

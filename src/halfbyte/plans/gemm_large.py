@@ -50,7 +50,7 @@ class LargeSpec(WgmmaSpec):
 
     @property
     def width(self) -> int:
-        """K of 128 bytes of a row of x, which MMAs take together."""
+        """K of 128 bytes of a batch row, which MMAs take together."""
         return 1024 // self.x_bits
 
     @property

@@ -276,6 +276,7 @@ def _bars(r: Record) -> list[Target]:
 
 
 def run(call: ExpertsCall, impl: str) -> torch.Tensor:
+    """The call by one implementation."""
     return halfbyte.experts_linear(*call[:4], bias=call.bias, activation=call.activation, impl=impl)
 
 

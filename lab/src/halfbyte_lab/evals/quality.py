@@ -82,15 +82,8 @@ class Setting(CacheSettings):
     @classmethod
     def of_uniform(cls, plan: CachePlan) -> Setting:
         """The cache of a plan whose layers are alike."""
-        layer, exact, dtype = plan.layers[0], (plan.sink_tokens, plan.recent_tokens), plan.measured["dtype"]
-        names = (layer.keys, layer.values, layer.rotate_keys)
-        return cls(
-            *names,
-            sink_tokens=exact[0],
-            recent_tokens=exact[1],
-            calibration=plan.calibration or None,
-            dtype=dtype,
-        )
+        layer, kept = plan.layers[0], {"calibration": plan.calibration or None, "dtype": plan.measured["dtype"]}
+        return cls(layer.keys, layer.values, layer.rotate_keys, plan.sink_tokens, plan.recent_tokens, **kept)
 
     def __post_init__(self) -> None:
         for keys in (self.keys,) if isinstance(self.keys, str) else self.keys:

@@ -7,7 +7,7 @@ reach is the largest |code - zero| that a group could have, and ratio = scale / 
 A token or a row of the weight with NaN or infinity has the scale NaN.
 
 Of 128 k, lane t = 0 .. 3 of the GEMM reads 16 bytes of codes, four words j, and finds codes 0, 1, 4, 5 of a word in one register
-and 2, 3, 6, 7 in another. x is stored in the order of k in which its MMAs take them, so that nobody moves a code.
+and 2, 3, 6, 7 in another. x is stored in the order of k in which its MMAs take them, so that no code moves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.linear.ring import Weights
-from halfbyte.plans.gemm_large import LargeSpec
+from halfbyte.plans.gemm_spec import WgmmaSpec
 from halfbyte.plans.weight_spec import multiple
 
 #: Scales of weights that a thread reads.
@@ -29,7 +29,7 @@ _SCALES = 8
 
 @gluon.constexpr_function
 def _row_layout(block, warps, ordered):
-    """A row of x: a thread loads 16 bytes of each lane t, and stores 32 bytes, in the order of MMAs (`ordered`)."""
+    """A batch row: a thread loads 16 bytes of each lane t, and stores 32 bytes, in the order of MMAs (`ordered`)."""
     registers, lanes = ([1, 2, 4, 8, 16], [32, 64]) if ordered else ([1, 2, 4, 32, 64], [8, 16])
     across = [[1024 << i] for i in range(warps.bit_length() - 1)]
     more = [[1024 * warps << i] for i in range((block // (1024 * warps)).bit_length() - 1)]
@@ -44,7 +44,7 @@ def _scale_layout(groups, warps):
 
 
 @gluon.jit
-def _scale(bits):
+def _factors(bits):
     """127 over the largest magnitude, given the largest of the bits of magnitudes in fp32; and its inverse, NaN for what is not
     finite. Below 2^-100 all count as zeros.
     """
@@ -60,10 +60,10 @@ def _magnitude(v):
 
 @gluon.jit
 def _round_token(X, Y, Tokens, m, K, x_stride, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """A row of x."""
+    """A batch row."""
     k = gl.arange(0, BLOCK, layout=_row_layout(BLOCK, WARPS, False))
     x = gl.load(X + m.to(gl.int64) * x_stride + k, mask=k < K, other=0.0).to(gl.float32)
-    inverse, token = _scale(gl.max(_magnitude(x), axis=0))
+    inverse, token = _factors(gl.max(_magnitude(x), axis=0))
     # 1.5 * 2^23: a number of that size has no fraction, and its last byte is that of the nearest integer.
     c = gl.fma(x, inverse + gl.zeros_like(x), gl.full([BLOCK], 12582912.0, gl.float32, x.type.layout))
     c = gl.reshape(c.to(gl.int32, bitcast=True).to(gl.int8), [BLOCK // 128, 4, 4, 2, 2, 2])
@@ -79,7 +79,7 @@ def _round_token(X, Y, Tokens, m, K, x_stride, BLOCK: gl.constexpr, WARPS: gl.co
 def _round_rows(
     scales, zeros, ratios, rows, first, N, G, S: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr
 ):
-    """Scales of rows of a weight, from `first` on."""
+    """Per-channel scales of a weight, from `first` on."""
     layout: gl.constexpr = _scale_layout(GROUPS, W)
     n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     g = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))[None, :]
@@ -90,7 +90,7 @@ def _round_rows(
     if S.zero:
         zero = gl.load(zeros + at, mask=there, other=0).to(gl.float32)
         reach = gl.maximum(zero, 15.0 - zero)
-    inverse, row = _scale(gl.max(_magnitude(scale * reach), axis=1))
+    inverse, row = _factors(gl.max(_magnitude(scale * reach), axis=1))
     gl.store(ratios + at, (scale * inverse[:, None]).to(gl.float16), mask=there)
     gl.store(rows + n, row, mask=n < N)
 
@@ -111,7 +111,7 @@ def round_operands(
     ROWS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """A program takes a row of x or, behind those, ROWS rows of a weight."""
+    """A program takes a batch row or, behind those, ROWS rows of a weight."""
     S: gl.constexpr = C.weights[0]
     program = gl.program_id(0)
     if C.use_pdl:
@@ -131,8 +131,8 @@ def round_operands(
             first = after
 
 
-def rounding(x: torch.Tensor, weights: Weights, spec: LargeSpec) -> tuple[torch.Tensor, torch.Tensor, Weights, list[Launch]]:
-    """x [M, K] and weights as the GEMM takes them, the scales of tokens, and the launch that makes them."""
+def rounding(x: torch.Tensor, weights: Weights, spec: WgmmaSpec) -> tuple[torch.Tensor, torch.Tensor, Weights, list[Launch]]:
+    """x [M, K] and weights as the GEMM takes them, per-token scales, and the launch that makes them."""
     (rows, width), group = x.shape, spec.weights[0].group
     y, tokens = x.new_empty(rows, multiple(width, 128), dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)
     ratios = tuple(x.new_empty(n, width // group, dtype=torch.float16) for n in weights.features)
@@ -149,5 +149,5 @@ def rounding(x: torch.Tensor, weights: Weights, spec: LargeSpec) -> tuple[torch.
 
 
 def warps_of(width: int) -> int:
-    """Of a program, which takes a row of x with so many k: 1,024 of them a warp; more than eight are slower, on an H200."""
+    """Of a program, which takes a batch row of so many k: 1,024 of them a warp; more than eight are slower, on an H200."""
     return min(8, max(4, triton.next_power_of_2(width) // 1024))

@@ -290,7 +290,7 @@ def _compute(pool, Tokens, Partials, Semaphores, M, K, weights, Blocks, C: gl.co
 @gluon.jit(do_not_specialize=["M"])
 def linear_large(
     X,  # a TMA descriptor of x [M, K] in boxes [C.block_m, C.width]
-    Tokens,  # fp32 [M], the scales of rows of x in INT8; else None
+    Tokens,  # fp32 [M], per-token scales of x in INT8; else None
     Partials,  # fp32 workspace: a partial result of each program
     Semaphores,  # int32, one for each tile that is split, zero before and after
     M,
