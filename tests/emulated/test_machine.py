@@ -35,13 +35,13 @@ def everywhere(pattern: str, instead: str) -> Callable[[str], str]:
     return change
 
 
-def goes_wrong(change: Callable[[str], str]) -> bool:
-    """Whether the changed program is stopped, or gives another result, in one order at least. Six SMs: three programs share a tile,
-    and its last one reduces."""
-    right = multiply(X, [WEIGHT], [None], ORDERS[0], 6)[0]
+def goes_wrong(change: Callable[[str], str], x: torch.Tensor = X, weight: hb.QuantTensor = WEIGHT) -> bool:
+    """Whether the changed program is stopped, or gives another result, in one order at least. Six SMs: three programs share a tile
+    of WEIGHT, and its last one reduces."""
+    right = multiply(x, [weight], [None], ORDERS[0], 6)[0]
     for order in ORDERS:
         try:
-            if not torch.equal(multiply(X, [WEIGHT], [None], order, 6, change=change)[0], right):
+            if not torch.equal(multiply(x, [weight], [None], order, 6, change=change)[0], right):
                 return True
         except AssertionError:
             return True
@@ -76,3 +76,11 @@ def test_what_changes_nothing_goes_right() -> None:
 )
 def test_a_wrong_program_is_found_out(change: Callable[[str], str]) -> None:
     assert goes_wrong(change)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["what to run", "that they end"])
+def test_warps_that_part_and_are_told_too_late_are_found_out(which: int) -> None:
+    """The compiler's protocol: warps read in shared memory, between two barriers, what the first ones have written there."""
+    told = without(r"(st\.shared\.b32\s+\[global_smem\+\d+\], \d+;\s*)(barrier\.sync\s+1;)", which, r"\2\1")
+    weight = hb.quantize(torch.randn(128, 1024, generator=torch.Generator().manual_seed(0)), "int4_g128")
+    assert goes_wrong(told, torch.randn(40, 1024, generator=torch.Generator().manual_seed(1)).bfloat16(), weight)
