@@ -202,6 +202,7 @@ def test_formats_by_layer_of_a_real_model(tmp_path: Path, two_layers: Path, monk
     monkeypatch.setattr("halfbyte.paths.shipped_model", lambda: two_layers)
     monkeypatch.setattr(real_model, "FOLDER", tmp_path)
     monkeypatch.setattr(calibrated, "QUICK_READ", (1, 256))
+    monkeypatch.setattr(calibrated, "CHUNK", 128)  # what a chunk reads of itself is in 16 bits
     monkeypatch.setattr(calibrated, "FORMATS", ("int4", "int4_g32", "int2"))
     monkeypatch.setattr(calibrate, "WINDOWS", ((0, 0), (4, 0)))
     session = Session.start(Options(device="cpu", quick=True))
