@@ -301,7 +301,7 @@ def _version(impl: Any) -> int | None:
         return None
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_fa_version_supported
 
-    preferred = get_flash_attn_version(requires_alibi=impl.alibi_slopes is not None, head_size=impl.head_size)
-    version = 2 if preferred == 4 else preferred
+    newest = get_flash_attn_version(requires_alibi=impl.alibi_slopes is not None, head_size=impl.head_size)
+    version = 2 if newest == 4 else newest
     fits = version is not None and impl.head_size % 8 == 0 and impl.head_size <= 256 and is_fa_version_supported(version)
     return version if fits and (impl.sinks is None or version == 3) else None

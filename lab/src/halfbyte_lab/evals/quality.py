@@ -67,23 +67,21 @@ class Setting(CacheSettings):
     def of_plan(cls, plan: CachePlan, weights: str | None = None, dtype: str = "bf16", exact: tuple[int, int] = (0, 0)) -> Setting:
         """The cache of a plan, with sink and recent tokens of its own or, where it has none, `exact`."""
         sinks, recent = plan.exact_tokens(exact)
-        return cls(
-            plan.keys,
-            plan.values,
-            plan.rotate_keys,
-            weights=weights,
-            dtype=dtype,
-            plan=f"plan, {plan.bits:.2f} bits",
-            sink_tokens=sinks,
-            recent_tokens=recent,
-            calibration=plan.calibration or None,
-        )
+        rest: dict[str, Any] = {
+            "weights": weights,
+            "dtype": dtype,
+            "plan": f"plan, {plan.bits:.2f} bits",
+            "calibration": plan.calibration or None,
+        }
+        return cls(plan.keys, plan.values, plan.rotate_keys, sink_tokens=sinks, recent_tokens=recent, **rest)
 
     @classmethod
     def of_uniform(cls, plan: CachePlan) -> Setting:
         """The cache of a plan whose layers are alike."""
-        layer, kept = plan.layers[0], {"calibration": plan.calibration or None, "dtype": plan.measured["dtype"]}
-        return cls(layer.keys, layer.values, layer.rotate_keys, plan.sink_tokens, plan.recent_tokens, **kept)
+        layer = plan.layers[0]
+        rest: dict[str, Any] = {"calibration": plan.calibration or None, "dtype": plan.measured["dtype"]}
+        rest |= {"sink_tokens": plan.sink_tokens, "recent_tokens": plan.recent_tokens}
+        return cls(layer.keys, layer.values, layer.rotate_keys, **rest)
 
     def __post_init__(self) -> None:
         for keys in (self.keys,) if isinstance(self.keys, str) else self.keys:

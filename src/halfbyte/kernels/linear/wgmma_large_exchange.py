@@ -32,7 +32,7 @@ def columns_of(v, C: gl.constexpr):
 
 @gluon.jit
 def write_columns(v, tile, first_row, M, weights, Tokens, S: gl.constexpr, C: gl.constexpr):
-    """Sums [tile, C.sums] to y, from `first_row` on. Those of integers have per-channel (`Weights.factors`) and per-token scales."""
+    """Sums [tile, C.sums] to y, from `first_row` on. Those of integers have per-channel and per-token scales."""
     if C.x_bits == 8:
         _, _, _, _, scales, _, N, n0 = place(tile, weights, C)
         n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))
