@@ -168,6 +168,8 @@ def _tuned(name: str, m: int, features: tuple[int, ...], k: int, options: str, c
         why = "up to 16 bytes, outside the loop: 16 warps have 128 registers a thread"
     if isinstance(plan.spec, LargeSpec) and plan.spec.block_m == 256 and len(features) > 1:
         why = "up to 72 bytes: sums of 256 batch rows and several weights fill the registers; two reloads in the loop"
+    if isinstance(plan.spec, LargeSpec) and plan.spec.x_bits == 8 and not plan.spec.aligned:
+        why = "up to 136 bytes: groups of 32 that end inside of a step, beside sums of 256 batch rows; seven reloads in a step"
     full = f"{name}-M{m}-{'x'.join(map(str, features))}-{options}-{of_capability(capability)}"
     for launch in gemm_launches(problem, plan, "bias" in options):
         yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
