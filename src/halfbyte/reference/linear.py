@@ -91,9 +91,12 @@ def rounded_weight(weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """127 over the largest magnitudes in fp32, at least 2^-100, and its inverse, NaN for what is not finite."""
+    """127 over the largest magnitudes in fp32, at least 2^-100, and its inverse, NaN for what is not finite.
+
+    torch computes `127 / largest` as a product of the reciprocal, which is rounded twice.
+    """
     largest = largest.clamp(min=2.0**-100)
-    return 127 / largest, torch.where(largest < torch.inf, largest / 127, torch.nan)
+    return torch.full_like(largest, 127) / largest, torch.where(largest < torch.inf, largest / 127, torch.nan)
 
 
 def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -162,8 +162,8 @@ def _copy_x(X, pool, M, K, weights, Blocks, C: gl.constexpr):
             there = view(pool, gl.constexpr(C.barriers_at // 8 + C.x_stages) + slot, gl.int64, one, mbarrier.MBarrierLayout())
             mbarrier.expect(there, C.x_bytes)
             for j in gl.static_range(gl.constexpr(C.k_blocks)):
-                k = step * C.step + i * C.chunk + j * C.width
-                copy_tile(X, [first_row(at, Blocks, C), k], there, _x_of(pool, slot, j, C))
+                corner = [first_row(at, Blocks, C), step * C.step + i * C.chunk + j * C.width]
+                copy_tile(X, corner, there, _x_of(pool, slot, j, C))
             slot, parity = _turn(slot, parity, C)
         position, step, done, _ = advance(position, step, done, work)
 
