@@ -120,7 +120,7 @@ def steps() -> str:
         parts += [box(x, y, 12, 12, color), text(x + 18, y + 11, label, "quiet", 12)]
         x += 190 if color == "s6" else 260
     return picture(
-        TITLES["step"], "Milliseconds a token, batch x context; INT4 weights, INT8/INT4 cache. Shorter is better.", y + 30, parts
+        TITLES["step"], "Milliseconds a token, batch x context; 4-bit weights, INT8/INT4 cache. Shorter is better.", y + 30, parts
     )
 
 
