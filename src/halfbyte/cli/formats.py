@@ -36,15 +36,18 @@ def formats(
 
 def format_rows() -> list[tuple[str, ...]]:
     """One row for each format, under `HEADERS`."""
-    from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+    from halfbyte.formats import EVERY_WEIGHT_FORMAT, KV_FORMATS
 
     caches = [_row(f, "keys" if f.token_block else "keys, values", _KV_SHAPE) for f in KV_FORMATS.values()]
-    return caches + [_row(f, "weights", _WEIGHT_SHAPE) for f in WEIGHT_FORMATS.values()]
+    return caches + [_row(f, "weights", _WEIGHT_SHAPE) for f in EVERY_WEIGHT_FORMAT.values()]
 
 
 def _row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    from halfbyte.formats import ROUNDED_ROWS
+
     offset = {"none": "", "int": ", zero point", "float": ", offset"}[f.offset]
     offset += f", {f.clip:.1%} of the span" if f.clip < 1 else ""
+    offset += f", x in INT8 from M = {ROUNDED_ROWS}" if f.rounds_x else ""
     return f.name, use, f.code.name + offset, _scale_text(f), f"{f.bits_per_element(shape):.4g}"
 
 
