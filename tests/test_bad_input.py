@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
         r"fmt='int3' is not a format; choose one of: int4_g32.*nvfp4",
     ),
     "quantize: a KV name": (lambda: quantize(r(2, 128), "int8"), "key_format"),
-    "quantize: a scalar": (lambda: quantize(torch.tensor(1.0), "int8_col"), "scalar"),
+    "quantize: a scalar": (lambda: quantize(torch.tensor(1.0), "int8_col"), "x has shape"),
     "quantize: integers": (lambda: quantize(torch.ones(2, 128).int(), "nf4"), r"x is torch\.int32"),
     "quantize: complex": (lambda: quantize(torch.ones(2, 128).to(torch.complex64), "nf4"), "x is"),
     "quantize: float8": (lambda: quantize(r(2, 128).to(FP8), "nf4"), "x is"),

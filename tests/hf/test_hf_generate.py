@@ -43,9 +43,12 @@ def test_sixteen_bits_equal_transformers(build, prompt, rounded, greedy, family,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_equals_single(build, prompt, greedy, family):
-    """A prompt is one at any length, of one token too: it reads itself in 16 bits, alone as among longer ones."""
+    """A prompt is one at any length, of one token too: it reads itself in 16 bits, alone as among longer ones.
+
+    Values have 8 bits: a code that flips, as processors round products differently, costs a 255th of a range.
+    """
     model, ids = build(family), prompt(4)
-    hf.quantize(model, keys="int8", values="int4_g32")
+    hf.quantize(model, keys="int8", values="int8")
     pads = (0, 4, ids.shape[1] - 7, ids.shape[1] - 1)
     mask = _mask(4, ids.shape[1], pads)
     together, logits = greedy(model, ids * mask, attention_mask=mask)

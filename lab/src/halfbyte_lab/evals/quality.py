@@ -78,10 +78,8 @@ class Setting(CacheSettings):
     @classmethod
     def of_uniform(cls, plan: CachePlan) -> Setting:
         """The cache of a plan whose layers are alike."""
-        layer = plan.layers[0]
-        rest: dict[str, Any] = {"calibration": plan.calibration or None, "dtype": plan.measured["dtype"]}
-        rest |= {"sink_tokens": plan.sink_tokens, "recent_tokens": plan.recent_tokens}
-        return cls(layer.keys, layer.values, layer.rotate_keys, **rest)
+        layer, dtype, exact = plan.layers[0], plan.measured["dtype"], (plan.sink_tokens, plan.recent_tokens)
+        return cls(layer.keys, layer.values, layer.rotate_keys, (), *exact, calibration=plan.calibration or None, dtype=dtype)
 
     def __post_init__(self) -> None:
         for keys in (self.keys,) if isinstance(self.keys, str) else self.keys:
