@@ -41,8 +41,10 @@ def engine(model: str | Path = SHIPPED, backend: str | None = None, **options: A
     """A vLLM engine in fp32, of this process; its memory is given back at the end."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.layers import rotary_embedding
 
     defaults = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "skip_tokenizer_init": True, "max_num_seqs": 16}
+    rotary_embedding._ROPE_DICT.clear()  # else this engine rotates by the custom op, or in torch, as the one before did
     llm = None
     try:
         llm = LLM(model=str(model), attention_backend=backend, disable_log_stats=False, **(defaults | options))
