@@ -33,15 +33,19 @@ def in_vllm() -> str:
     ]
     columns = ("16 bits", "INT8 / INT4 cache", "and INT4 weights", "and INT8 x")
     heads = ("requests x context", f"step, {columns[0]}, ms", *columns[1:], f"prompts, {columns[0]}, tokens/s", *columns[1:])
-    stock, middle, packed, _ = (rows["engine", mode, ""] for mode in _MODES)
+    stock, packed = (rows["engine", mode, ""] for mode in (_MODES[0], _MODES[2]))
     env, shapes = packed["environment"], _shapes(rows, "decode", (_PLAIN_HEAD,))
     plain = ", ".join(_figure(rows, "decode", _PLAIN_HEAD, shape, "step_ms", 2) for shape in shapes)
+    days = sorted({_day(r) for (_, mode, _), r in rows.items() if mode in (*_MODES, _PLAIN_HEAD)})
+    older = [column for column, mode in zip(columns, _MODES, strict=True) if "sizes" not in rows["engine", mode, ""]]
+    older += [_batch(shape) for (_, mode, shape), r in rows.items() if mode == _MODES[0] and "sizes" not in r]
     told = (
-        f"{env['device']}, {env['date'][:10]}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}. The "
-        f"cache holds {stock['kv_tokens']:,} tokens in 16 bits, {middle['kv_tokens']:,} in INT8 / INT4, {packed['kv_tokens']:,} "
-        f"with INT4 weights too: int4_g128 or, with x in INT8, int4_g128_a8, and an output layer in int8_col; with that in "
-        f"bf16 a step of {_listed(shapes)} took {plain} ms. Each column ran on an H200 whose host other jobs shared. With an "
-        f"empty kernel cache the engine started in {packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s."
+        f"{env['device']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, {' and '.join(days)}; "
+        f"{', '.join(older)} and a 16-bit output layer by an earlier form of `halfbyte_lab.serving`. The cache holds "
+        f"{stock['kv_tokens']:,} tokens in 16 bits, {packed['kv_tokens']:,} in INT8 / INT4 with INT4 weights: int4_g128 or, with x "
+        f"in INT8, int4_g128_a8, and an output layer in int8_col; with that in bf16 a step of {_listed(shapes)} took {plain} ms. "
+        f"Each column ran on an H200 whose host other jobs shared. With an empty kernel cache the engine started in "
+        f"{packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s."
     )
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 
@@ -76,6 +80,11 @@ def hits_in_vllm() -> str:
 def _in_vllm() -> _Rows:
     """Records of the engine by what was measured, mode and shape."""
     return {(r["what"], r["mode"], r.get("shape", "")): r for r in tables.json_lines("vllm.jsonl")}
+
+
+def _day(row: dict[str, Any]) -> str:
+    """When a record was made."""
+    return str(row["environment"]["date"])[:10]
 
 
 def _figure(rows: _Rows, what: str, mode: str, shape: str, name: str, digits: int = 0) -> str:

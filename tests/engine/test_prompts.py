@@ -79,7 +79,8 @@ def test_long_chunks_are_unpacked(prefill: str, tokens: dict[str, int], calls: l
         measure_memory(llm)
         generate(llm, PROMPTS, 4)
         generate(llm, [PROMPTS[3][:200] + PROMPTS[1], PROMPTS[1]], 4)
-        assert metric(llm, "vllm:prefix_cache_hits") >= 160
+        hits = metric(llm, "vllm:prefix_cache_hits")
+        assert hits >= 160 if tokens else hits > 200
     hosts = [part.host for part in calls]
     assert any(len(host) > 1 for host in hosts), "no call had several requests"
     assert any(count < length for host in hosts for count, length in host), "no chunk had a past"

@@ -48,6 +48,8 @@ def test_packed_folders_load_and_speak(word, tmp_path):
 def test_16_bit_folders_hold_the_configuration_alone(tmp_path):
     sizes = tf.Qwen3Config(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, vocab_size=50)
     folder = folders.write(sizes, Mode.parse("bf16"), tmp_path, 1)
+    wider = tf.Qwen3Config(hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, vocab_size=50)
+    assert folders.write(wider, Mode.parse("bf16"), tmp_path, 1) != folder
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     config = tf.AutoConfig.from_pretrained(folder)
     assert (config.num_hidden_layers, config.architectures, config.dtype) == (1, ["Qwen3ForCausalLM"], torch.bfloat16)

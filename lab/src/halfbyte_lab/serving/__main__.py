@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
     """One mode, in this process."""
     (mode,) = options.modes
     machine = describe()
-    facts = {**asdict(environment(machine, 0)), "device": engine.device_name()}
+    facts = asdict(environment(machine, machine.threads))
 
     def write(row: dict[str, Any]) -> None:
         row = {"mode": str(mode), "sizes": options.sizes, **row, "environment": facts}

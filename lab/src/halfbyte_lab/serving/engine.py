@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 #: Pairs of a short and a long run until two agree within this share.
 _PAIRS, _AGREE = 6, 0.05
 #: Share of the tokens that fit which a batch may take.
@@ -174,8 +172,3 @@ def _agree(steps: Sequence[float]) -> bool:
 
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
-
-
-def device_name() -> str:
-    """What the rows are of."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

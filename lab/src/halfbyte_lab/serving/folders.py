@@ -31,7 +31,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 def write(sizes: PretrainedConfig, mode: Mode, folder: Path, layers: int) -> Path:
     """The folder, written unless it is there; `layers` in place of the model's."""
-    path = folder / f"{sizes.model_type}-{mode.weights}-{mode.lm_head}-{layers}"
+    path = folder / f"{sizes.model_type}-{sizes.hidden_size}-{mode.weights}-{mode.lm_head}-{layers}"
     if (path / "config.json").exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
