@@ -16,7 +16,8 @@ from pathlib import Path
 
 from halfbyte.device import describe
 from halfbyte_lab.measure.records import append
-from halfbyte_lab.model_step import SIZES, Formats, Steps, load, measure, of_sizes
+from halfbyte_lab.model_sizes import SIZES, of_sizes
+from halfbyte_lab.model_step import Formats, Steps, load, measure
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="demo")
