@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -68,6 +69,23 @@ SIZES: dict[str, PretrainedConfig] = {
         moe_intermediate_size=768,
         norm_topk_prob=True,
         **{**_QWEN, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    ),
+    "deepseek-v2-lite": DeepseekV2Config(
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        num_hidden_layers=27,
+        first_k_dense_replace=1,
+        num_attention_heads=16,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        vocab_size=102400,
+        max_position_embeddings=163840,
     ),
     "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32, hidden_size=2880, intermediate_size=2880),
 }

@@ -6,7 +6,7 @@ Packed weights have random codes, other ones in each layer: constant codes, whic
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from halfbyte.nn import QuantLinear
+from halfbyte import quantize
+from halfbyte.errors import Unsupported
+from halfbyte.formats import weight_format
+from halfbyte.hf.mixtures import layout
+from halfbyte.hf.weights import Target, find_lm_head, select
 from halfbyte_lab.serving.modes import PLAIN, Mode
 
 #: Deviation of weights, as models are initialized, and the group of foreign formats.
@@ -52,48 +56,78 @@ def write(sizes: PretrainedConfig, mode: Mode, folder: Path, layers: int) -> Pat
 
 def _write_packed(model: nn.Module, mode: Mode, path: Path) -> dict[str, Any]:
     """Files of all parameters; returns the `quantization_config` that they go with."""
-    rng, first, formats, where = torch.Generator().manual_seed(0), {}, {}, {}
-
-    def save(name: str, parts: _Parts) -> None:
+    chosen = select(model, ())
+    heads = find_lm_head(model, weight_format(mode.lm_head)) if mode.lm_head else {}
+    formats = dict.fromkeys(chosen, mode.weights) | dict.fromkeys(heads, mode.lm_head)
+    where: dict[str, str] = {}
+    for name, parts in _files(model, chosen | heads, formats):
         file = f"{name}.safetensors"
-        save_file({key: t.contiguous() for key, t in parts.items()}, path / file, metadata={"format": "pt"})
+        save_file({key: t.clone(memory_format=torch.contiguous_format) for key, t in parts.items()}, path / file, {"format": "pt"})
         where.update(dict.fromkeys(parts, file))
-
-    for n, (name, module) in enumerate(model.named_modules()):
-        fmt = mode.lm_head if name == "lm_head" else mode.weights
-        if isinstance(module, nn.Linear) and fmt:
-            shape = (module.out_features, module.in_features, fmt)
-            if shape not in first:
-                first[shape] = _FOREIGN.get(fmt, _own_parts)(*shape, rng)
-            save(
-                name,
-                {f"{name}.{part}": t.roll(n, 0) if "codes" in part or part == "qweight" else t for part, t in first[shape].items()},
-            )
-            formats[name] = fmt
-        elif parameters := dict(module.named_parameters(name, recurse=False)):
-            save(name, {key: _in_16_bits(p, rng) for key, p in parameters.items()})
-    index = {"metadata": {}, "weight_map": where}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     if mode.own_weights:
         return {"quant_method": "halfbyte", "version": 1, "modules": formats}
     return {"quant_method": mode.weights, **_CONFIGS[mode.weights]}
+
+
+def _files(model: nn.Module, chosen: dict[str, Target], formats: dict[str, str]) -> Iterator[tuple[str, _Parts]]:
+    """Name of a file and its tensors: of each weight in its format, and of the other parameters of each module."""
+    rng = torch.Generator().manual_seed(0)
+    matrices: dict[tuple[int, int, str], _Parts] = {}
+    for n, (name, target) in enumerate(chosen.items()):
+        key = (target.shape[-2], target.shape[-1], formats[name])
+        if key not in matrices:
+            matrices[key] = _FOREIGN.get(key[2], _own_matrix)(*key, rng)
+        yield name, (_foreign_parts if key[2] in _FOREIGN else _own_parts)(name, target, key[2], matrices[key], n)
+    packed = {key for name in chosen for key in (f"{name}.weight", f"{name}.bias", name, f"{name}_bias")}
+    for name, module in model.named_modules():
+        parameters = {key: p for key, p in module.named_parameters(name, recurse=False) if key not in packed}
+        if parameters:
+            yield f"{name} in 16 bits", {key: _in_16_bits(p, rng) for key, p in parameters.items()}
 
 
 def _in_16_bits(parameter: nn.Parameter, rng: torch.Generator) -> torch.Tensor:
     """Norms of ones, and random rows of tables, an eighth of them drawn."""
     if parameter.dim() == 1:
         return torch.ones(parameter.shape, dtype=torch.bfloat16)
-    rows, columns = parameter.shape
+    rows, columns = parameter.shape[0], parameter[0].numel()
     drawn = torch.randn(-(-rows // 8), columns, generator=rng).mul_(_SCALE).to(torch.bfloat16)
-    return drawn.repeat(8, 1)[:rows]
+    return drawn.repeat(8, 1)[:rows].view(parameter.shape)
 
 
-def _own_parts(rows: int, columns: int, fmt: str, rng: torch.Generator) -> _Parts:
-    """What `halfbyte quantize` writes for random weights [rows, columns]."""
-    layer = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
-    layer.weight.data = torch.randn(rows, columns, generator=rng).mul_(_SCALE).to(torch.bfloat16)
+def _own_matrix(rows: int, columns: int, fmt: str, rng: torch.Generator) -> _Parts:
+    """The parts of a random weight [rows, columns]."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: t.cpu() for name, t in QuantLinear.from_linear(layer.to(device), fmt).state_dict().items()}
+    weight = torch.randn(rows, columns, generator=rng).mul_(_SCALE).to(device, torch.bfloat16)
+    return {name: t.cpu() for name, t in quantize(weight, fmt).parts().items()}
+
+
+def _own_parts(name: str, target: Target, fmt: str, matrix: _Parts, n: int) -> _Parts:
+    """What `halfbyte quantize` writes for the weight with number `n`: every layer and expert has the codes of other rows."""
+    parts = matrix | {"codes": matrix["codes"].roll(n, 0)}
+    if len(target.shape) == 3:
+        parts = {
+            key: torch.stack([t.roll(e, 0) if key == "codes" else t for e in range(target.shape[0])]) for key, t in parts.items()
+        }
+    bias = target.empty(weight_format(fmt)).bias
+    biases = {} if bias is None else {f"{name}.bias": torch.zeros(bias.shape, dtype=torch.bfloat16)}
+    return {f"{name}.weight_{key}": t for key, t in parts.items()} | biases
+
+
+def _foreign_parts(name: str, target: Target, fmt: str, matrix: _Parts, n: int) -> _Parts:
+    """A layer as its publishers write it; a mixture has one for every expert, gate and up apart."""
+    if target.projection and layout(target.owner).is_transposed:
+        raise Unsupported(f"{name}: nobody writes these experts in {fmt}; take a format of halfbyte, or bf16")
+    mixture, _, projection = name.rpartition(".")
+    shards = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    bias = getattr(target.owner, "bias", None)
+    parts: _Parts = {} if bias is None else {f"{name}.bias": torch.zeros(bias.shape, dtype=torch.bfloat16)}
+    for expert in range(target.shape[0] if target.projection else 1):
+        for i, shard in enumerate(shards):
+            layer = f"{mixture}.{expert}.{shard}" if target.projection else name
+            own = {key: t if t.dim() == 1 else t.chunk(len(shards), -1)[i] for key, t in matrix.items()}  # rows are last
+            parts |= {f"{layer}.{key}": t.roll(n + expert, 0) if key == "qweight" else t for key, t in own.items()}
+    return parts
 
 
 def _codes(rows: int, columns: int, rng: torch.Generator) -> torch.Tensor:
