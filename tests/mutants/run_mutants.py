@@ -55,7 +55,7 @@ class Watch:
 
 def child(source: str, tests: list[str], watched: str, log: Path) -> int:
     """The exit status of pytest over `tests` with the library taken from `source`."""
-    seconds = 900 if watched else 120
+    seconds = 900 if watched else 100 + 20 * len(tests)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # of its own time: a busy machine proves nothing
     signal.alarm(5 * seconds)
     with log.open("w") as out:
