@@ -79,9 +79,9 @@ def _files(model: nn.Module, chosen: dict[str, Target], formats: dict[str, str])
         if key not in matrices:
             matrices[key] = _FOREIGN.get(key[2], _own_matrix)(*key, rng)
         yield name, (_foreign_parts if key[2] in _FOREIGN else _own_parts)(name, target, key[2], matrices[key], n)
-    packed = {key for name in chosen for key in (f"{name}.weight", f"{name}.bias", name, f"{name}_bias")}
+    of_weights = {key for name in chosen for key in (f"{name}.weight", f"{name}.bias", name, f"{name}_bias")}
     for name, module in model.named_modules():
-        parameters = {key: p for key, p in module.named_parameters(name, recurse=False) if key not in packed}
+        parameters = {key: p for key, p in module.named_parameters(name, recurse=False) if key not in of_weights}
         if parameters:
             yield f"{name} in 16 bits", {key: _in_16_bits(p, rng) for key, p in parameters.items()}
 

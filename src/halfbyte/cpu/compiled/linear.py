@@ -27,6 +27,8 @@ from halfbyte.cpu.compiled import loop
 
 #: Numbers in a vector: AVX-512 has one register of that size, others two or four.
 LANES = 16
+#: Bytes ahead of those in use that are fetched into the first and the second cache.
+_AHEAD = (1024, 8192)
 #: Steps of a group from which on its scale is applied to its sums, in place of its codes.
 _LONG_GROUP = 8
 
@@ -51,6 +53,19 @@ def load(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, vector: ir.
     """A vector from any address."""
     address = builder.bitcast(builder.gep(pointer, [offset]), vector.as_pointer())
     return builder.load(address, align=1)
+
+
+def prefetch(builder: ir.IRBuilder, pointer: ir.Value, cache: int) -> None:
+    """Begin to read a line of memory into the first or second `cache`; any address may be named."""
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *(ir.Constant(_INT, number) for number in (0, 4 - cache, 1))])
+
+
+def prefetch_ahead(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value) -> None:
+    """For codes that are read one row after the other: what the CPU fetches by itself comes at half of the memory's speed."""
+    for cache, distance in enumerate(_AHEAD, 1):
+        prefetch(builder, builder.gep(pointer, [builder.add(offset, ir.Constant(offset.type, distance))]), cache)
 
 
 def spread(builder: ir.IRBuilder, short: ir.Value, places: list[int]) -> ir.Value:
@@ -175,6 +190,7 @@ class Rows:
     def _units(self, offset: ir.Value) -> list[ir.Value]:
         """The values of codes, unscaled."""
         builder = self.builder
+        prefetch_ahead(builder, self.codes.data, offset)
         if self.numbers is None:
             parts = (load(builder, self.codes.data, builder.add(offset, self.integer(i)), _BYTES) for i in (0, LANES))
             return [builder.sitofp(builder.sext(part, _INTS), FLOATS) for part in parts]

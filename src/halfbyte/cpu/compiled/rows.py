@@ -17,7 +17,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from halfbyte.cpu.compiled import loop
-from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, load, scales_at, spread, sum_of, zeros_at
+from halfbyte.cpu.compiled.linear import (
+    FLOATS,
+    LANES,
+    Array,
+    array_of,
+    call,
+    load,
+    prefetch_ahead,
+    scales_at,
+    spread,
+    sum_of,
+    zeros_at,
+)
 from halfbyte.cpu.compiled.tiles import INTS, WORDS, from_nibbles, number, products_of_pairs, sum_of_pair
 
 #: Columns of a step, and bytes.
@@ -62,6 +74,7 @@ def _row(
             with cgutils.for_range(builder, steps_a_piece) as inner:
                 step = builder.add(builder.mul(piece.index, steps_a_piece), inner.index)
                 at = builder.add(start, builder.mul(step, number(_BYTES)))
+                prefetch_ahead(builder, own_codes.data, at)
                 words = load(builder, own_codes.data, at, INTS)
                 pairs = [pair for table in tables for pair in from_nibbles(builder, words, table)]
                 sums = [none, none]

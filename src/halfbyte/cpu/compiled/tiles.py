@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from halfbyte.cpu.compiled import loop
-from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, cpu_has, load
+from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, cpu_has, load, prefetch
 
 #: Bytes of a row that are transposed at a time: 4 words of 32 bits.
 _STEP = 16
@@ -167,7 +167,7 @@ class _Tile:
         builder = self.builder
         for line in range(0, _STEP * LANES, 64):
             offset = builder.add(self.next_tile, builder.add(builder.mul(at, number(LANES)), number(line)))
-            _prefetch(builder, builder.gep(self.codes.data, [offset]))
+            prefetch(builder, builder.gep(self.codes.data, [offset]), 2)  # the first cache is full of what is multiplied now
         return _transposed(builder, self.codes.data, [builder.add(start, at) for start in self.starts])
 
     def pieces_of_8_bytes(self) -> None:
@@ -198,13 +198,6 @@ class _Tile:
             offset = self.builder.add(self.builder.mul(number(m), features), self.row)
             address = self.builder.bitcast(self.builder.gep(self.y.data, [offset]), FLOATS.as_pointer())
             self.builder.store(self.builder.load(total), address, align=4)
-
-
-def _prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    """Into the second cache: the first is full of what is multiplied now."""
-    signature = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
-    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    builder.call(function, [pointer, *(ir.Constant(_INT, number) for number in (0, 2, 1))])
 
 
 @intrinsic(prefer_literal=True)
