@@ -56,11 +56,11 @@ def write(sizes: PretrainedConfig, mode: Mode, folder: Path, layers: int) -> Pat
 
 def _write_packed(model: nn.Module, mode: Mode, path: Path) -> dict[str, Any]:
     """Files of all parameters; returns the `quantization_config` that they go with."""
-    chosen = select(model, ())
+    targets = select(model, ())
     heads = find_lm_head(model, weight_format(mode.lm_head)) if mode.lm_head else {}
-    formats = dict.fromkeys(chosen, mode.weights) | dict.fromkeys(heads, mode.lm_head)
+    formats = dict.fromkeys(targets, mode.weights) | dict.fromkeys(heads, mode.lm_head)
     where: dict[str, str] = {}
-    for name, parts in _files(model, chosen | heads, formats):
+    for name, parts in _files(model, targets | heads, formats):
         file = f"{name}.safetensors"
         save_file({key: t.clone(memory_format=torch.contiguous_format) for key, t in parts.items()}, path / file, {"format": "pt"})
         where.update(dict.fromkeys(parts, file))
@@ -70,16 +70,16 @@ def _write_packed(model: nn.Module, mode: Mode, path: Path) -> dict[str, Any]:
     return {"quant_method": mode.weights, **_CONFIGS[mode.weights]}
 
 
-def _files(model: nn.Module, chosen: dict[str, Target], formats: dict[str, str]) -> Iterator[tuple[str, _Parts]]:
+def _files(model: nn.Module, targets: dict[str, Target], formats: dict[str, str]) -> Iterator[tuple[str, _Parts]]:
     """Name of a file and its tensors: of each weight in its format, and of the other parameters of each module."""
     rng = torch.Generator().manual_seed(0)
     matrices: dict[tuple[int, int, str], _Parts] = {}
-    for n, (name, target) in enumerate(chosen.items()):
+    for n, (name, target) in enumerate(targets.items()):
         key = (target.shape[-2], target.shape[-1], formats[name])
         if key not in matrices:
             matrices[key] = _FOREIGN.get(key[2], _own_matrix)(*key, rng)
         yield name, (_foreign_parts if key[2] in _FOREIGN else _own_parts)(name, target, key[2], matrices[key], n)
-    of_weights = {key for name in chosen for key in (f"{name}.weight", f"{name}.bias", name, f"{name}_bias")}
+    of_weights = {key for name in targets for key in (f"{name}.weight", f"{name}.bias", name, f"{name}_bias")}
     for name, module in model.named_modules():
         parameters = {key: p for key, p in module.named_parameters(name, recurse=False) if key not in of_weights}
         if parameters:
@@ -91,8 +91,8 @@ def _in_16_bits(parameter: nn.Parameter, rng: torch.Generator) -> torch.Tensor:
     if parameter.dim() == 1:
         return torch.ones(parameter.shape, dtype=torch.bfloat16)
     rows, columns = parameter.shape[0], parameter[0].numel()
-    drawn = torch.randn(-(-rows // 8), columns, generator=rng).mul_(_SCALE).to(torch.bfloat16)
-    return drawn.repeat(8, 1)[:rows].view(parameter.shape)
+    eighth = torch.randn(-(-rows // 8), columns, generator=rng).mul_(_SCALE).to(torch.bfloat16)
+    return eighth.repeat(8, 1)[:rows].view(parameter.shape)
 
 
 def _own_matrix(rows: int, columns: int, fmt: str, rng: torch.Generator) -> _Parts:
