@@ -11,7 +11,8 @@ them, and activations, have launches of their own.
 
 `structure.py` reads what a block consists of off a step of it. A fused form is proposed for each branch, attention or a gated
 MLP, and taken if it gives what the family's own gave; any other branch, such as a mixture of experts or a recurrence, is called as
-it is. A block that is not two branches with norms around them runs as it is, between fused ones or not.
+it is, but for the router of a mixture (`routers.py`). A block that is not two branches with norms around them runs as it is,
+between fused ones or not.
 
 `fused_view` makes a shallow copy of the model with other blocks, over the same parameters. The model is not changed. Blocks are for
 decoding, of a model with a packed cache, without gradients.

@@ -47,7 +47,7 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     wide = call.logits if call.logits.dtype is torch.float64 else call.logits.float()
     scores = scores_of(wide, call.routing)
     ids = choice(wide, scores, call.routing, call.bias)
-    return ids, gates_of(scores, ids, call.routing).to(getattr(torch, call.dtype))
+    return ids.contiguous(), gates_of(scores, ids, call.routing).to(getattr(torch, call.dtype))
 
 
 def scores_of(logits: torch.Tensor, routing: Routing) -> torch.Tensor:
