@@ -1,4 +1,4 @@
-"""The variants of the kernels around a block's projections, each kind of norm and activation, and of the greedy choice."""
+"""The variants of the kernels around projections of a block, each kind of norm and activation; of routers; of the greedy choice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,27 @@ from halfbyte.kernels.block.all_reduce import Exchange
 from halfbyte.kernels.block.gate import launch as launch_gated
 from halfbyte.kernels.block.greedy import launch as launch_greedy
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
+from halfbyte.kernels.block.route import launch as launch_route
 from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
 from halfbyte.reference.greedy import Ends, Held
+from halfbyte.reference.route import RouteCall, Routing
 
 #: Architectures with programmatic dependent launch.
 _PAIRED = (90, 100)
+_HALF, _FULL = "bfloat16", "float32"
+#: Routers by their models: the types of logits and gates, experts, how they choose, and whether with a bias.
+_ROUTERS = {
+    "qwen3-30b-a3b": (_HALF, _HALF, 128, Routing(8, "softmax", 1e-20), False),
+    "gpt-oss-20b": (_HALF, _HALF, 32, Routing(4, "softmax", 1e-20), False),
+    "mixtral-8x7b": (_HALF, _FULL, 8, Routing(2, "softmax", 1e-20), False),
+    "qwen2-57b-a14b": (_HALF, _HALF, 64, Routing(8, "softmax"), False),
+    "deepseek-v2": (_FULL, _FULL, 160, Routing(6, "softmax", None, 16.0, 8, 3, 1), False),
+    "deepseek-v3": (_FULL, _FULL, 256, Routing(8, "sigmoid", 1e-20, 2.5, 8, 4, 2), True),
+    "minimax-m2": (_HALF, _FULL, 256, Routing(8, "sigmoid", 1e-20), True),
+    "qwen3-next-80b-a3b": (_HALF, _HALF, 512, Routing(10, "softmax", 1e-20), False),
+    "longcat-flash": (_FULL, _FULL, 768, Routing(12, "softmax", None, 6.0), True),
+}
 
 
 def configurations() -> list[Configuration]:
@@ -25,6 +40,7 @@ def configurations() -> list[Configuration]:
     found += recorded("widest", lambda: launch_add_norm(wide, wide, norm, 1.0, norm, wide, wide, False))
     found += [c for ranks in (2, 4, 8) for width in (8192, 16384) for c in _sums_over(ranks, width)]
     found += [c for activation in ACTIVATIONS for paired in (False, True) for c in _gates(activation, paired)]
+    found += [c for name in _ROUTERS for paired in (False, True) for c in _routers(name, paired)]
     return found + [c for ending in ("", "ends", "refused") for c in _choices(ending)]
 
 
@@ -58,6 +74,15 @@ def _gates(activation: str, paired: bool) -> list[Configuration]:
     gate, out = empty(8, 2 * 14336, dtype=torch.bfloat16)[:, :14336], empty(8, 14336, dtype=torch.bfloat16)
     more = {"targets": _PAIRED} if paired else {}
     return recorded(f"{activation}{'-paired' * paired}", lambda: launch_gated(gate, gate, activation, out, paired), **more)
+
+
+def _routers(name: str, paired: bool) -> list[Configuration]:
+    source, dtype, experts, routing, has_bias = _ROUTERS[name]
+    bias = empty(experts, dtype=torch.float32) if has_bias else None
+    call = RouteCall(empty(8, experts, dtype=getattr(torch, source)), routing, bias, dtype)
+    ids, gates = (empty(8, routing.top_k, dtype=kind) for kind in (torch.int64, getattr(torch, dtype)))
+    more = {"targets": _PAIRED} if paired else {}
+    return recorded(f"route-{name}{'-paired' * paired}", lambda: launch_route(call, ids, gates, paired), **more)
 
 
 def _choices(ending: str) -> list[Configuration]:

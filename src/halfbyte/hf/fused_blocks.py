@@ -11,7 +11,8 @@ them, and activations, have launches of their own.
 
 `structure.py` reads what a block consists of off a step of it. A fused form is proposed for each branch, attention or a gated
 MLP, and taken if it gives what the family's own gave; any other branch, such as a mixture of experts or a recurrence, is called as
-it is. A block that is not two branches with norms around them runs as it is, between fused ones or not.
+it is, but for the router of a mixture (`routers.py`). A block that is not two branches with norms around them runs as it is,
+between fused ones or not.
 
 `fused_view` makes a shallow copy of the model with other blocks, over the same parameters. The model is not changed. Blocks are for
 decoding, of a model with a packed cache, without gradients.
@@ -23,7 +24,6 @@ import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,8 @@ from halfbyte.errors import warn_once
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.fused_parts import AddedForms, Form, Tables, fused_part, quantized_layer, whole_rows
 from halfbyte.hf.model_support import CACHE, blocks, half_type, ranks_of, text_config
-from halfbyte.hf.structure import Call, Reading, Structure, has_hooks, norms_of, same, structure_of, survey, tensors_of
+from halfbyte.hf.routers import Routers
+from halfbyte.hf.structure import Call, Reading, Structure, has_hooks, norms_of, same, structure_of, survey, tensors_of, viewed
 from halfbyte.nn import QuantLinear
 from halfbyte.ops.all_reduce import AllReduce, of_all
 from halfbyte.ops.block import add_norm, norm_rows
@@ -229,7 +230,7 @@ def _fused(model: Any, path: str, layers: Sequence[Any], repeats: list[Callable[
             reasons.append(str(error) or type(error).__name__)
     if all(structure is None for structure in structures):
         return _View(None, reasons)
-    ahead, tables, all_reduce = _Ahead(), Tables(), all_reduce_of(model)
+    ahead, tables, routers, all_reduce = _Ahead(), Tables(), Routers(repeats), all_reduce_of(model)
     indices: dict[Hashable, int] = {}
     final = next((call for call in near.calls if id(call.module) in norms and same(call.x, near.blocks[-1][-1].y)), None)
     last = None if final is None else norms[id(final.module)]
@@ -241,7 +242,7 @@ def _fused(model: Any, path: str, layers: Sequence[Any], repeats: list[Callable[
         after = structures[i + 1] if i + 1 < len(layers) else None
         following = last if i + 1 == len(layers) else None if after is None else after.branches[0].before
         parts = [
-            [fused_part(part, i, (near, far), norms, tables, indices, repeats) for part in branch.parts]
+            [fused_part(part, i, (near, far), norms, tables, routers, indices, repeats) for part in branch.parts]
             for branch in structure.branches
         ]
         forms = [own[0] if len(own) == 1 else AddedForms(own) for own in parts]
@@ -249,13 +250,13 @@ def _fused(model: Any, path: str, layers: Sequence[Any], repeats: list[Callable[
     inner: dict[str, nn.Module] = {name: nn.ModuleList(blocks)}
     if final is not None and structures[-1] is not None:
         inner |= {n: _FinalNorm(last, ahead) for n, m in around.named_children() if m is final.module}
-    return _View(_viewed(model, path.split(".")[:-1], inner), reasons)
+    return _View(viewed(model, path.split(".")[:-1], inner), reasons)
 
 
 def with_blocks(model: Any, layers: Sequence[nn.Module]) -> Any:
     """A copy of `model` that shares everything, with some of its blocks."""
     *path, name = _path(model, blocks(model)).split(".")
-    copy = _viewed(model, path, {name: nn.ModuleList(layers)})
+    copy = viewed(model, path, {name: nn.ModuleList(layers)})
     _some[copy] = list(layers)
     return copy
 
@@ -263,17 +264,6 @@ def with_blocks(model: Any, layers: Sequence[nn.Module]) -> Any:
 def _path(model: nn.Module, layers: Sequence[nn.Module]) -> str:
     """Where the list of these blocks is; "" where there is none."""
     return next((name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers), "")
-
-
-def _viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) -> nn.Module:
-    """A copy of `module` that shares everything, but for the `children` of the module at `path`."""
-    if path:
-        children = {path[0]: _viewed(module.get_submodule(path[0]), path[1:], children)}
-    view: nn.Module = object.__new__(type(module))
-    # Without replaced methods, whose owners (of PEFT, for one call) hold the model: it would never be freed.
-    own = {name: x for name, x in vars(module).items() if getattr(x, "model", None) is not module and not isinstance(x, MethodType)}
-    vars(view).update({**own, "_modules": {**module._modules, **children}})
-    return view
 
 
 def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from torch import nn
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf.attention import Attended, attention
 from halfbyte.hf.model_support import CACHE
+from halfbyte.hf.routers import Routers
 from halfbyte.hf.structure import SCALES, Part, Reading, close, same, signature
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
@@ -55,10 +56,11 @@ def fused_part(
     steps: tuple[Reading, Reading],
     norms: dict[int, Norm],
     tables: Tables,
+    routers: Routers,
     known: dict[Hashable, int],
     repeats: list[Callable[[], object]],
 ) -> Form:
-    """The fused form of a module of layer `number`; where none gives its numbers, the module as it is.
+    """The fused form of a module of layer `number`; where none gives its numbers, the module as it is, but for its routers.
 
     known: signature of a module -> which of the forms its like has. Then its result of the recorded step is compared only.
     repeats: gets comparisons that a form passed.
@@ -76,7 +78,7 @@ def fused_part(
             repeats.append(agrees)
             known[key] = forms.index(form)
             return form
-    return AsItIs(part)
+    return AsItIs(routers.fused(part))
 
 
 class AsItIs:

@@ -14,6 +14,7 @@ import copy
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -177,7 +178,7 @@ def structure_of(calls: Sequence[Call], norms: Mapping[int, Norm]) -> Structure:
             groups[-1].append(call)
         else:
             groups.append([call])
-    arguments = _bound(block)
+    arguments = arguments_of(block)
     x_name, hidden = next((name, x) for name, x in arguments.items() if isinstance(x, torch.Tensor))
     own = vars(block.module)
     multiplier, branches = float(own.get("residual_multiplier", own.get("residual_scale", 1.0))), []
@@ -208,7 +209,8 @@ def _sums_up(expected: torch.Tensor, found: Any) -> bool:
     return same(expected, found) or (isinstance(found, torch.Tensor) and close(found, expected))
 
 
-def _bound(call: Call) -> dict[str, Any]:
+def arguments_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call, by name."""
     return {**dict(zip(_names(call.module), call.args, strict=False)), **call.kwargs}
 
 
@@ -219,7 +221,7 @@ def _names(module: nn.Module) -> list[str]:
 def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
     """A module of a branch, and where its arguments come from: the block's own, by identity, or constants."""
     inside = {id(m) for m in call.module.modules()}
-    arguments = _bound(call)
+    arguments = arguments_of(call)
     x_name = next(name for name, x in arguments.items() if x is call.x)
     renames, constants = {}, {}
     for name, x in arguments.items():
@@ -241,6 +243,17 @@ def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
 
 #: What PEFT changes of a layer to turn adapters on and off, without touching a tensor.
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+def viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) -> nn.Module:
+    """A copy of `module` that shares everything, but for the `children` of the module at `path`."""
+    if path:
+        children = {path[0]: viewed(module.get_submodule(path[0]), path[1:], children)}
+    view: nn.Module = object.__new__(type(module))
+    # Without replaced methods, whose owners (of PEFT, for one call) hold the model: it would never be freed.
+    own = {name: x for name, x in vars(module).items() if getattr(x, "model", None) is not module and not isinstance(x, MethodType)}
+    vars(view).update({**own, "_modules": {**module._modules, **children}})
+    return view
 
 
 class Survey(NamedTuple):

@@ -2,7 +2,7 @@
 
 A logit and its column are one integer of 64 bits, so that a maximum finds the first of the largest, as torch does:
 
-    rank(logit) << 32 | (2^31 - 1 - column)        rank: bits of an fp32 number in its order, NaN above all, -0 as 0
+    ordered(logit) << 32 | (2^31 - 1 - column)
 
 A program of `candidates` takes BLOCK columns of one row; one of `take` the candidates of a sequence, whose next token it writes.
 """
@@ -27,6 +27,14 @@ def _is_one_of(token, ends, count):
     return found
 
 
+@triton.jit
+def ordered(x):
+    """fp32 numbers as int32 in their order: NaN above all, -0 as 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x != x, 0x7FFFFFFF, rank)
+
+
 @triton.jit(do_not_specialize=["count"])
 def candidates(logits, stride, ends, count, found, width, REFUSED: tl.constexpr, BLOCK: tl.constexpr):
     """The best of BLOCK columns of a row [width], in found [B, blocks]."""
@@ -34,10 +42,7 @@ def candidates(logits, stride, ends, count, found, width, REFUSED: tl.constexpr,
     x = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
     if REFUSED:
         x = tl.where(_is_one_of(column, ends, count), float("-inf"), x)
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    rank = tl.where(x != x, 0x7FFFFFFF, rank)
-    best = tl.max((rank.to(tl.int64) << 32) + (0x7FFFFFFF - column), 0)
+    best = tl.max((ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - column), 0)
     tl.store(found + row * tl.num_programs(0) + tl.program_id(0), best)
 
 
