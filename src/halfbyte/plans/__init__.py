@@ -25,6 +25,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "norm_rows": ("triton", "reference"),
     "gated": ("triton", "reference"),
     "greedy": ("triton", "reference"),
+    "gated_delta": ("triton", "reference"),
 }
 #: Levels that need a GPU (the portable ones also run in Triton's interpreter).
 GPU_LEVELS = ("gluon", "triton")
