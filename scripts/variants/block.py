@@ -1,4 +1,4 @@
-"""The variants of the kernels around projections of a block, each kind of norm and activation; of routers; of the greedy choice."""
+"""The variants of the kernels around a block's projections, of routers, of the gated delta rule, and of the greedy choice."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 
 from halfbyte.kernels.block.all_reduce import Exchange
 from halfbyte.kernels.block.gate import launch as launch_gated
+from halfbyte.kernels.block.gated_delta import launch as launch_delta
 from halfbyte.kernels.block.greedy import launch as launch_greedy
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
 from halfbyte.kernels.block.route import launch as launch_route
 from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+from halfbyte.reference.gated_delta import DeltaCall, DeltaWeights
 from halfbyte.reference.greedy import Ends, Held
 from halfbyte.reference.route import RouteCall, Routing
 
@@ -31,6 +33,14 @@ _ROUTERS = {
     "qwen3-next-80b-a3b": (_HALF, _HALF, 512, Routing(10, "softmax", 1e-20), False),
     "longcat-flash": (_FULL, _FULL, 768, Routing(12, "softmax", None, 6.0), True),
 }
+#: Key heads, value heads of each, sizes of both, and types, of published layers; the last lies key head by key head.
+_DELTAS = {
+    "qwen3.5-2b": (16, 1, 128, 128, torch.bfloat16),
+    "qwen3.5-9b": (16, 2, 128, 128, torch.bfloat16),
+    "qwen3.5-27b": (16, 3, 128, 128, torch.bfloat16),
+    "olmo-hybrid": (30, 1, 96, 192, torch.float16),
+    "qwen3-next": (16, 2, 128, 128, torch.float16),
+}
 
 
 def configurations() -> list[Configuration]:
@@ -41,6 +51,7 @@ def configurations() -> list[Configuration]:
     found += [c for ranks in (2, 4, 8) for width in (8192, 16384) for c in _sums_over(ranks, width)]
     found += [c for activation in ACTIVATIONS for paired in (False, True) for c in _gates(activation, paired)]
     found += [c for name in _ROUTERS for paired in (False, True) for c in _routers(name, paired)]
+    found += [c for name in _DELTAS for paired in (False, True) for c in _deltas(name, paired)]
     return found + [c for ending in ("", "ends", "refused") for c in _choices(ending)]
 
 
@@ -83,6 +94,23 @@ def _routers(name: str, paired: bool) -> list[Configuration]:
     ids, gates = (empty(8, routing.top_k, dtype=kind) for kind in (torch.int64, getattr(torch, dtype)))
     more = {"targets": _PAIRED} if paired else {}
     return recorded(f"route-{name}{'-paired' * paired}", lambda: launch_route(call, ids, gates, paired), **more)
+
+
+def _deltas(name: str, paired: bool) -> list[Configuration]:
+    key_heads, group, dk, dv, dtype = _DELTAS[name]
+    heads, widths = key_heads * group, (dk, dk, group * dv, group * dv, group, group)
+    if name == "qwen3-next":
+        parts = empty(8, key_heads, sum(widths), dtype=dtype).split(widths, -1)
+    else:
+        parts = [empty(8, key_heads * n, dtype=dtype).unflatten(-1, (key_heads, n)) for n in widths]
+    q, k, *rest = parts
+    v, z, b, a = (t.unflatten(-1, (group, -1)) for t in rest)
+    channels, whole = 2 * key_heads * dk + heads * dv, partial(empty, dtype=dtype)
+    weights = DeltaWeights(whole(channels, 4), None, *2 * (empty(heads, dtype=torch.float32),), whole(dv), 1e-6)
+    states = whole(8, channels, 4), empty(8, heads, dk, dv, dtype=torch.float32)
+    call = DeltaCall(q, k, v, z, b[..., 0], a[..., 0], weights, *states, whole(8, heads * dv))
+    more = {"targets": _PAIRED} if paired else {}
+    return recorded(f"{name}{'-paired' * paired}", lambda: launch_delta(call, empty(8 * key_heads), paired), **more)
 
 
 def _choices(ending: str) -> list[Configuration]:

@@ -30,7 +30,7 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.gemm_spec import Epilogue, WgmmaSpec
 from halfbyte.reference.experts import Activation
 
-#: (format, M, N of each, K, options) for M up to 16: every kind of code and scale, every shape of tile, one weight and three.
+#: (format, M, N of each, K, options) for M up to 16: every kind of code and scale, every shape of tile, one weight to four.
 _SMALL_M = (
     ("int4_sym_g128", 1, (4096,), 4096, ""),
     ("int4_sym_g128", 8, (16384,), 8192, "bias"),
@@ -38,6 +38,7 @@ _SMALL_M = (
     ("int4_sym_g128", 16, (4096,), 4096, "fp16"),
     ("int4_sym_g128", 4, (4096, 1024, 1024), 4096, "bias"),
     ("int4_g128", 1, (4096, 1024, 1024), 4096, ""),
+    ("int4_g128", 1, (8192, 4096, 32, 32), 4096, ""),
     ("int4_g128", 8, (28672,), 4096, ""),
     ("int4_g32", 2, (4096,), 4096, "fp16"),
     ("int4_g32", 4, (28672,), 4096, ""),

@@ -137,8 +137,9 @@ def check(found: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> None
 @pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_projections_of_rows_without_their_factor(case: Case) -> None:
+    """Up to four, some of fewer rows than a tile has."""
     x, truth = unscaled(case)
-    pairs = [made(case, n, case.width, n) for n in (case.n, 32)]
+    pairs = [made(case, n, case.width, n) for n in (case.n, 32, 8, 24)]
     weights, biases = zip(*pairs, strict=True)
     with pretended(case.num_sms):
         found = projected(x, weights, biases)

@@ -27,7 +27,7 @@ import halfbyte.hf as hf
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf import fused_blocks, graph_generate
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view
-from halfbyte.hf.fused_parts import AsItIs
+from halfbyte.hf.fused_forms import AsItIs
 from halfbyte.hf.mixtures import layout
 from halfbyte.hf.model_support import blocks
 from halfbyte.hf.recorded_step import Forward

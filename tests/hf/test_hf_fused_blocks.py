@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import halfbyte.hf as hf
 from halfbyte import KVCache
 from halfbyte.errors import InvalidArgument
-from halfbyte.hf import fused_blocks, fused_parts
+from halfbyte.hf import fused_blocks, fused_forms, fused_parts
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view, why_not_fused
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.hf.structure import norm_of
@@ -175,15 +175,15 @@ def test_every_block_of_these_families_is_fused(family):
         assert mlps == {"GatedMlp"}
 
 
-#: Families whose blocks came in without a word about them: recurrences and convolutions are called as they are.
+#: Families whose blocks came in without a word about them: convolutions and other recurrences are called as they are.
 HYBRIDS = {
-    "qwen3_5_text": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
-    "qwen3_next": [["AsItIs", "AsItIs"], ["Heads", "AsItIs"]],
+    "qwen3_5_text": [["Recurrence", "GatedMlp"], ["Heads", "GatedMlp"]],
+    "qwen3_next": [["Recurrence", "AsItIs"], ["Heads", "AsItIs"]],
     "granitemoehybrid": [["AsItIs", "AddedForms"], ["Heads", "AddedForms"]],
     "nemotron_h": [["AsItIs"], ["AsItIs"], ["Heads"], ["AsItIs"]],
     "lfm2": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
     "bamba": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
-    "olmo_hybrid": [["AsItIs", "GatedMlp"], ["Heads", "GatedMlp"]],
+    "olmo_hybrid": [["Recurrence", "GatedMlp"], ["Heads", "GatedMlp"]],
     "mimo_v2_flash": [["AsItIs", "GatedMlp"], ["AsItIs", "AsItIs"]],
     "ministral3": [["Heads", "GatedMlp"]] * 2,
     "afmoe": [["AsItIs", "GatedMlp"], ["AsItIs", "AsItIs"]],
@@ -247,14 +247,12 @@ def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
 def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
     calls = []
 
-    def seen(name):
-        inner = getattr(fused_parts, name)
-        monkeypatch.setattr(
-            fused_parts, name, lambda x, weights, *rest: calls.append((name, len(weights))) or inner(x, weights, *rest)
-        )
+    def seen(owner, name):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda x, weights, *rest: calls.append((name, len(weights))) or inner(x, weights, *rest))
 
-    seen("projected")
-    seen("gated_projection")
+    seen(fused_forms, "projected")
+    seen(fused_parts, "gated_projection")
     model = packed("qwen3")
     fused_view(model)
     calls.clear()
@@ -463,7 +461,7 @@ def test_launches_of_a_block(family, tuned, prompt, monkeypatch):
         as_one(owner, name)
         if not tuned:
             as_one(block_linear, name)
-    tuned_ops = [(fused_blocks, "add_projection"), (fused_parts, "projected"), (fused_parts, "gated_projection")]
+    tuned_ops = [(fused_blocks, "add_projection"), (fused_forms, "projected"), (fused_parts, "gated_projection")]
     for owner, name in tuned_ops if tuned else ():
         as_one(owner, name)
     as_one(KVCache, "append")

@@ -94,14 +94,14 @@ def test_a_slab_of_rows_and_none_at_all() -> None:
 
 @pytest.mark.parametrize("rows", [4, 24, 33, 200])
 def test_gemms_over_slabs_of_weights_below_each_other(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slab may hold parts of several weights; each product gets the bits of its own weight, with a bias or without."""
+    """A slab may hold parts of up to three weights; each product gets the bits of its own weight, with a bias or without."""
     monkeypatch.setattr(_linear_on_gpu, "slab_rows", lambda width: rows)
     weights, x = (
-        [weight(name, n, 64, n) for name, n in (("nf4", 24), ("int8_col", 9), ("int4_g32", 33))],
+        [weight(name, n, 64, n) for name, n in (("nf4", 24), ("int8_col", 9), ("int4_g32", 33), ("nf4", 5))],
         torch.randn(3, 64).bfloat16(),
     )
     outs = [torch.full((3, w.shape[0]), torch.nan).bfloat16() for w in weights]
-    biases = [None, torch.randn(9), None]
+    biases = [None, torch.randn(9), None, torch.randn(5)]
     _linear_on_gpu._by_slabs(LinearCall(x, weights, biases), outs)
     for w, bias, out in zip(weights, biases, outs, strict=True):
         exact = hb.dequantize(w, x.dtype).double()

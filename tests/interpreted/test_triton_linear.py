@@ -196,12 +196,13 @@ def test_nothing_outside_of_x_is_read_in_a_broken_order() -> None:
     check_product(out, x[:, columns], w)
 
 
-@pytest.mark.parametrize("names", [("int4_g64", "nf4", "nvfp4"), ("int4_g128",) * 3, ("mxfp4", "int8_col", "int4_sym_g32")])
-def test_three_weights_in_one_launch(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [("int4_g64", "nf4", "nvfp4"), ("int4_g128",) * 4, ("mxfp4", "int8_col", "int4_sym_g32")])
+def test_several_weights_in_one_launch(names: tuple[str, ...]) -> None:
     """Each with its own size, scales, tensor scale, order, bias and format."""
-    weights = [weight(name, n, 256, i, act_order=i == 1) for i, (name, n) in enumerate(zip(names, (70, 33, 130), strict=True))]
+    weights = [weight(name, n, 256, i, act_order=i == 1) for i, (name, n) in enumerate(zip(names, (70, 33, 130, 4), strict=False))]
+    biases = [normal(70), None, normal(130).half(), None][: len(names)]
     for chosen in (tiles(256, 32), tiles(256, 128, 2, fold=True, m=32)):
-        Product(normal(20, 256).bfloat16(), weights, [normal(70), None, normal(130).half()]).check(chosen)
+        Product(normal(20, 256).bfloat16(), weights, biases).check(chosen)
 
 
 def test_a_weight_without_rows_among_others() -> None:

@@ -9,10 +9,10 @@
 So with a tuned kernel for the weights, bf16 and up to 16 rows (`halfbyte.ops.block_linear`); otherwise norms with the sum before
 them, and activations, have launches of their own.
 
-`structure.py` reads what a block consists of off a step of it. A fused form is proposed for each branch, attention or a gated
-MLP, and taken if it gives what the family's own gave; any other branch, such as a mixture of experts or a recurrence, is called as
-it is, but for the router of a mixture (`routers.py`). A block that is not two branches with norms around them runs as it is,
-between fused ones or not.
+`structure.py` reads what a block consists of off a step of it. A fused form is proposed for each branch, attention, a gated MLP or
+a recurrence, and taken if it gives what the family's own gave; any other branch, such as a mixture of experts, is called as it is,
+but for the router of a mixture (`routers.py`). A block that is not two branches with norms around them runs as it is, between fused
+ones or not.
 
 `fused_view` makes a shallow copy of the model with other blocks, over the same parameters. The model is not changed. Blocks are for
 decoding, of a model with a packed cache, without gradients.
@@ -33,7 +33,8 @@ from torch import nn
 
 from halfbyte.errors import warn_once
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.fused_parts import AddedForms, Form, Tables, fused_part, quantized_layer, whole_rows
+from halfbyte.hf.fused_forms import AddedForms, Form, quantized_layer, whole_rows
+from halfbyte.hf.fused_parts import Tables, fused_part
 from halfbyte.hf.model_support import CACHE, blocks, half_type, ranks_of, text_config
 from halfbyte.hf.routers import Routers
 from halfbyte.hf.structure import Call, Reading, Structure, has_hooks, norms_of, same, structure_of, survey, tensors_of, viewed

@@ -1,8 +1,5 @@
-"""Modules of a decoder block in few launches: attention and gated MLPs in a fused form, where it gives the numbers of their own.
-
-A form is a function of x and of the block's arguments by name. It gives what the last layer of the module multiplies, and that
-layer, so that the sum behind it can be part of the same launch.
-"""
+"""Modules of a decoder block in few launches: attention and gated MLPs in a fused form, where it gives the numbers of their own;
+recurrences are in `fused_recurrence.py`."""
 
 from __future__ import annotations
 
@@ -16,38 +13,15 @@ from torch import nn
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf.attention import Attended, attention
+from halfbyte.hf.fused_forms import AsItIs, Form, layers_of, project, quantized_layer
+from halfbyte.hf.fused_recurrence import Recurrence, recurrences, recurs_alike
 from halfbyte.hf.model_support import CACHE
 from halfbyte.hf.routers import Routers
-from halfbyte.hf.structure import SCALES, Part, Reading, close, same, signature
+from halfbyte.hf.structure import SCALES, Part, Reading, close, signature
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
-from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.block import gated, norm_rows
-from halfbyte.ops.block_linear import Rows, Unscaled, gated_projection, halves, projected
+from halfbyte.ops.block_linear import Rows, gated_projection, halves
 from halfbyte.reference.block import ACTIVATIONS, Norm
-
-_LINEAR = (nn.Linear, QuantLinear, FusedProjections, FusedSlot)
-#: x and the arguments of the block -> what the last layer of a branch multiplies, and that layer; None: nothing is left.
-Form = Callable[[Rows, dict[str, Any]], tuple[torch.Tensor, nn.Module | None]]
-
-
-def whole_rows(x: Rows) -> torch.Tensor:
-    """Rows whose norm is finished, by a launch of its own if need be."""
-    return x.normalized() if isinstance(x, Unscaled) else x
-
-
-def quantized_layer(layer: Any) -> Any:
-    """A layer whose weight is quantized, fused before or not, and whose output needs no other rank; else None."""
-    is_known = type(layer) in (QuantLinear, FusedProjections, FusedSlot)
-    return layer if is_known and layer.parallel_style in (None, "colwise") else None
-
-
-def _project(x: Rows, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """x [..., K] by each of up to three layers: one launch where all are quantized, and none is in act-order; else one by one."""
-    quantized: list[Any] = [quantized_layer(layer) for layer in layers]
-    if None in quantized or (len(layers) > 1 and any(layer.weight.perm is not None for layer in quantized)):
-        x = whole_rows(x)
-        return [layer(x) for layer in layers]
-    return projected(x, [layer.weight for layer in quantized], [layer.bias for layer in quantized])
 
 
 def fused_part(
@@ -65,13 +39,16 @@ def fused_part(
     known: signature of a module -> which of the forms its like has. Then its result of the recorded step is compared only.
     repeats: gets comparisons that a form passed.
     """
-    forms: list[Form] = [*_heads(part, steps[0].attended[number], norms, tables), *_gated_mlps(part)]
+    attention_forms = _heads(part, steps[0].attended[number], norms, tables)
+    forms: list[Form] = [*attention_forms, *recurrences(part, steps[0]), *_gated_mlps(part)]
     key = signature(part.call.module)
     likely = [forms[i] for i in (known.get(key),) if i is not None and i < len(forms)]
     for i, form in enumerate([*likely, *forms]):
         again = i < len(likely)
         if isinstance(form, Heads):
             agrees = partial(_attends_alike, form, part, number, steps, again)
+        elif isinstance(form, Recurrence):
+            agrees = partial(recurs_alike, form, part, number, steps, again)
         else:
             agrees = partial(_maps_alike, form, part, again)
         if agrees():
@@ -81,44 +58,13 @@ def fused_part(
     return AsItIs(routers.fused(part))
 
 
-class AsItIs:
-    """A branch that is called as the family's block does."""
-
-    def __init__(self, part: Part) -> None:
-        self.module, self.x_name, self.renames, self.constants = part.call.module, part.x_name, part.renames, part.constants
-
-    def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, None]:
-        arguments = {name: block.get(source) for name, source in self.renames.items()}
-        y = self.module(**{self.x_name: whole_rows(x), **self.constants, **arguments})
-        return (y[0] if isinstance(y, tuple) else y), None  # a mixture returns the scores of its router, too
-
-
-class AddedForms:
-    """Modules whose results are added up, each in its form."""
-
-    def __init__(self, forms: list[Form]) -> None:
-        self.forms = forms
-
-    def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, None]:
-        results = [form(x, block) for form in self.forms]
-        first, *others = (y if last is None else last(y) for y, last in results)
-        return sum(others, first), None
-
-
 # ----------------------------------------------------------------------------------------------------------------------- MLP
-
-
-def _layers(part: Part) -> tuple[list[Any], Any]:
-    """(linear layers that a branch gives its own x, the one whose result is its own or None)."""
-    calls = [call for call in part.inner if isinstance(call.module, _LINEAR)]
-    first = [call.module for call in calls if same(call.x, part.call.x)]
-    return first, next((call.module for call in reversed(calls) if same(call.y, part.call.y)), None)
 
 
 def _gated_mlps(part: Part) -> Iterator[GatedMlp]:
     """What a branch may be as a gated MLP: by activation, and by which of two projections is the gate."""
-    first, last = _layers(part)
-    if last is None or len(first) not in (1, 2) or last in first or CACHE in part.renames:
+    first, last = layers_of(part)
+    if last is None or len(first) not in (1, 2) or last in first or CACHE in part.renames.values():
         return
     for activation in ACTIVATIONS:
         for layers in itertools.permutations(first):
@@ -134,7 +80,7 @@ class GatedMlp:
     def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, nn.Module]:
         layers: list[Any] = [quantized_layer(layer) for layer in self.layers]
         if any(layer is None or layer.weight.perm is not None or layer.weight.nested is not None for layer in layers):
-            gate, up = (t for y in _project(x, self.layers) for t in y.chunk(2 // len(layers), -1))
+            gate, up = (t for y in project(x, self.layers) for t in y.chunk(2 // len(layers), -1))
             return gated(gate, up, self.activation), self.last
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         if len(layers) == 1:
@@ -187,7 +133,7 @@ class _Rotation(NamedTuple):
 
 def _heads(part: Part, attended: list[Attended], norms: dict[int, Norm], tables: Tables) -> Iterator[Heads]:
     """What a branch may be as an attention layer: by how it rotates."""
-    layers, last = _layers(part)
+    layers, last = layers_of(part)
     if last is None or len(attended) != 1 or len(layers) not in (1, 3) or CACHE not in part.renames:
         return
     head_norms = [norms[id(call.module)] for call in part.inner if id(call.module) in norms]
@@ -258,7 +204,7 @@ class Heads:
 
     def _projected(self, x: Rows) -> Sequence[torch.Tensor]:
         """q, k and v [B, L, heads * D], normalized where the family does: over each head, or over all of a token."""
-        flat: Sequence[torch.Tensor] = _project(x, self.layers)
+        flat: Sequence[torch.Tensor] = project(x, self.layers)
         if len(flat) == 1:
             flat = flat[0].split(self.sizes, -1)
         q, k, v = flat

@@ -204,8 +204,12 @@ def _alike(biases: Sequence[torch.Tensor | None], weights: Sequence[QuantTensor]
 
 def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
     """For large M: dequantize a slab of the weights, one below the other, at a time, and multiply by cuBLAS."""
-    from halfbyte.kernels.dequantize import launch
+    from halfbyte.kernels.dequantize import MOST, launch
 
+    if len(outs) > MOST:
+        for some in (slice(MOST), slice(MOST, None)):
+            _by_slabs(call._replace(weights=call.weights[some], biases=call.biases[some]), outs[some])
+        return
     x, weights = call.x, [contiguous(w) for w in call.weights]
     features, width = [w.shape[0] for w in weights], x.shape[1]
     total = sum(features)

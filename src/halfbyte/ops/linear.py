@@ -20,7 +20,9 @@ from halfbyte.tensors import QuantTensor
 _Level = Callable[[torch.Tensor, QuantTensor, torch.Tensor | None], torch.Tensor]
 _LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
 #: Of weights and biases, for messages.
-_NAMES = ("the first ", "the second ", "the third ")
+_NAMES = ("the first ", "the second ", "the third ", "the fourth ")
+#: Weights of one launch.
+MOST_WEIGHTS = len(_NAMES)
 
 
 def _run(call: LinearCall, signature: Signature | None = None) -> list[torch.Tensor]:
@@ -101,10 +103,10 @@ def projections(
     impl: str = "auto",
     names: Sequence[str] = _NAMES,
 ) -> Sequence[torch.Tensor]:
-    """`qkv_projection` of one to three weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
-    if not len(weights) == len(biases) in (1, 2, 3):
+    """`qkv_projection` of one to four weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
+    if not 1 <= len(weights) == len(biases) <= MOST_WEIGHTS:
         raise InvalidArgument(
-            f"{len(weights)} weights and {len(biases)} biases were given; pass one to three weights, and a bias or None for each"
+            f"{len(weights)} weights and {len(biases)} biases were given; pass one to four weights, and a bias or None for each"
         )
     return _multiply(LinearCall(x, weights, biases, impl, row_invariant), "qkv_projection", names)
 

@@ -26,6 +26,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "gated": ("triton", "reference"),
     "greedy": ("triton", "reference"),
     "route": ("triton", "reference"),
+    "gated_delta": ("triton", "reference"),
 }
 #: Levels that need a GPU (the portable ones also run in Triton's interpreter).
 GPU_LEVELS = ("gluon", "triton")

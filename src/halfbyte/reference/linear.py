@@ -19,7 +19,7 @@ from halfbyte.tensors import QuantTensor
 class LinearCall(NamedTuple):
     """One GEMM, made once from its arguments and passed on: the declaration of the op.
 
-    x [..., K] times one to three weights [N, K], each plus its bias [N] or None. impl: as requested, later the level that runs.
+    x [..., K] times one to four weights [N, K], each plus its bias [N] or None. impl: as requested, later the level that runs.
     """
 
     x: Annotated[torch.Tensor, Mark.DIFFERENTIABLE]
