@@ -10,8 +10,10 @@ that each load would fill, and at the last one loads the layer and copies the re
 
 from __future__ import annotations
 
+import functools
+import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ from halfbyte.vllm.warm_up import LinearKernels, compile_linear
 RENAMED = (".mlp.", ".block_sparse_moe.")
 #: What config.json, and vLLM, call OpenAI's stacks of experts in MXFP4.
 GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
+#: A module of a layer; in heads of Step 3.5 vLLM's name has a word more than that in the files.
+LAYER = re.compile(r"(.*\b)layers\.(\d{1,9})\.(?:mtp_block\.)?(.+)")
 #: What vLLM fuses, for models whose class does not say: MTP heads, and LongCat.
 FUSED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -129,7 +133,7 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             )
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Every tensor of the files is wanted; in names of parameters there is no dot."""
+        """Every tensor of the files is wanted; in names of parameters there is no dot. May be applied twice."""
         foreign = [source for source in self.stored.values() if isinstance(source, Foreign)]
         foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
         dotted = {part for source in foreign for part in source.held if "." in part}
@@ -142,6 +146,9 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         self.mixtures = hf_to_vllm_mapper.apply_dict(self.mixtures)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        config = get_current_vllm_config()
+        _read_by_mapped_names(config)
+        prefix = self.name_in_files(prefix, config.model_config.hf_text_config.num_hidden_layers)
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
@@ -164,6 +171,16 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             raise Unsupported(f"{prefix}: {own} are quantized and the rest of {names} is not; vLLM computes them together")
         return HalfbyteLinear([self.stored[name] for name in names])
 
+    def name_in_files(self, prefix: str, layers: int) -> str:
+        """What files call a module, of a model with so many layers: those of MTP heads may be numbered by themselves there."""
+        place = LAYER.fullmatch(prefix)
+        if place is None or int(place[2]) < layers:
+            return prefix
+        index = int(place[2])
+        names = (f"{place[1]}layers.{index}.", *(f"{place[1]}{mtp}.{index - layers}." for mtp in ("mtp_layers", "mtp_block")))
+        known = (*self.stored, *self.mixtures)
+        return next((name + place[3] for name in names if any(module.startswith(name) for module in known)), prefix)
+
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> HalfbyteExperts | None:
         """None: in 16 bits. Folders of halfbyte have transformers' name for the module around experts."""
         ours, theirs = RENAMED
@@ -171,6 +188,32 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             self.renamed = {ours: theirs}
         mixture = self.mixtures.get(prefix.replace(theirs, ours) if self.renamed else prefix)
         return None if mixture is None else HalfbyteExperts(layer, prefix, mixture)
+
+
+def _read_by_mapped_names(config: Any) -> None:
+    """Let the classes of an engine's model and its drafts rename what they read: some, as most MTP heads, ask no configuration."""
+    from vllm.model_executor.model_loader import get_model_architecture
+
+    speculation = config.speculative_config
+    for model_config in (config.model_config, None if speculation is None else speculation.draft_model_config):
+        model = None if model_config is None else get_model_architecture(model_config)[0]
+        if model is not None and not hasattr(model.load_weights, "by_mapped_names"):
+            model.load_weights = _by_mapped_names(model.load_weights)
+
+
+def _by_mapped_names(load_weights: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_weights` of a model, by names of parameters where one of its layers has a `HalfbyteConfig`."""
+
+    @functools.wraps(load_weights)
+    def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any) -> Any:
+        configs = (getattr(module, "quant_config", None) for module in model.modules())
+        config = next((config for config in configs if isinstance(config, HalfbyteConfig)), None)
+        if config is not None:
+            weights = config.get_checkpoint_weight_mapper().apply(weights)
+        return load_weights(model, weights, *args, **options)
+
+    load.by_mapped_names = True  # type: ignore[attr-defined]
+    return load
 
 
 class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
