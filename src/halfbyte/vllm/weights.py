@@ -24,7 +24,6 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
@@ -42,6 +41,7 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
+from halfbyte.vllm.registered import Registered
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
 from halfbyte.vllm.warm_up import LinearKernels, compile_linear
@@ -63,7 +63,7 @@ MOST_PROJECTIONS = 3
 _KERNELS = LinearKernels()
 
 
-class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
+class HalfbyteConfig(Registered):
     """`quantization_config` of config.json: the stored weight of each quantized module. Workers get it pickled.
 
     Of a folder that halfbyte wrote, the configuration lists the modules; of another library's, `adapter` reads the weights, and
@@ -78,29 +78,6 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         self.renamed: dict[str, str | None] = {}
         #: The formats of the cache that a folder was saved with.
         self.cache: Mapping[str, Any] | None = None
-
-    @classmethod
-    def get_name(cls) -> str:
-        return OWN
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
-        """Take another library's checkpoint where the user gave `--quantization halfbyte`."""
-        return OWN if user_quant == OWN else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
