@@ -155,8 +155,8 @@ class HalfbyteConfig(Registered):
             return prefix
         index = int(place[2])
         names = (f"{place[1]}layers.{index}.", *(f"{place[1]}{mtp}.{index - layers}." for mtp in ("mtp_layers", "mtp_block")))
-        known = (*self.stored, *self.mixtures)
-        return next((name + place[3] for name in names if any(module.startswith(name) for module in known)), prefix)
+        modules = (*self.stored, *self.mixtures)
+        return next((name + place[3] for name in names if any(module.startswith(name) for module in modules)), prefix)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> HalfbyteExperts | None:
         """None: in 16 bits. Folders of halfbyte have transformers' name for the module around experts."""
