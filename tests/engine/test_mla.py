@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from engines import EXACT, assert_same, by_transformers, engine, generate, later, metric, plan_for, quantized, save
 from families import tiny_model
-from safetensors.torch import load_file, save_file
 from test_refusals import refused
 from vllm.platforms.cpu import CpuPlatform
 
@@ -159,54 +157,3 @@ def test_what_is_refused(deepseek: Path) -> None:
     backend = getattr(mla, backend_name("int8", "int8"))
     reason = backend.supports_combination(576, torch.bfloat16, "auto", 64, True, False, use_sparse=True)
     assert "a sparse indexer picks" in str(reason)
-
-
-def with_draft_layer(folder: Path, plain: Path, to: Path) -> Path:
-    """A copy of a folder with a layer more, as DeepSeek's MTP head: its last one, behind a projection of token and hidden state.
-
-    Experts of the draft layer are those of `plain`, the folder in 16 bits.
-    """
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    count, width = config["num_hidden_layers"], config["hidden_size"]
-    last, own, experts = f"model.layers.{count - 1}.", f"model.layers.{count}.", f"model.layers.{count - 1}.mlp.experts."
-    read = {name: t for name, t in tensors.items() if name.startswith(last) and not name.startswith(experts)}
-    read |= {name: t for name, t in load_file(plain / "model.safetensors").items() if name.startswith(experts)}
-    tensors |= {own + name.removeprefix(last): t.clone() for name, t in read.items()}
-    tensors[own + "eh_proj.weight"] = torch.cat((torch.eye(width), torch.eye(width)), 1)
-    tensors |= {own + name: torch.ones(width) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
-    tensors[own + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[own + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    modules = config.get("quantization_config", {}).get("modules", {})
-    modules |= {
-        own + name.removeprefix(last): fmt
-        for name, fmt in modules.items()
-        if own + name.removeprefix(last) + ".weight_codes" in tensors
-    }
-    to.mkdir()
-    (to / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    save_file(tensors, to / "model.safetensors", {"format": "pt"})
-    return to
-
-
-def methods_of_draft(worker: Any) -> set[str]:
-    """How layers of a draft model multiply."""
-    return {type(getattr(module, "quant_method", None)).__name__ for module in worker.model_runner.drafter.model.modules()}
-
-
-@pytest.mark.parametrize("weights", [None, "int4_g32"])
-def test_an_mtp_head_drafts(weights: str | None, deepseek: Path, tmp_path: Path, own_limits) -> None:
-    """Its weights are read as they are stored, and its latents lie in packed pages."""
-    folder = deepseek if weights is None else save(quantized(deepseek, weights=weights), tmp_path / weights)
-    folder, backend = with_draft_layer(folder, deepseek, tmp_path / "mtp"), backend_name("int8", "int8_g64")
-    with engine(folder, backend, **IN_TORCH) as llm:
-        expected = generate(llm, MANY[2:6], 40)
-    speculation = {"method": "mtp", "num_speculative_tokens": 2, "attention_backend": backend}
-    with engine(folder, backend, speculative_config=speculation, **IN_TORCH) as llm:
-        said = generate(llm, MANY[2:6], 40)
-        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
-        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        formats = [layer.impl.formats.values for layer in layers.values() if hasattr(layer, "kv_cache")]
-        assert formats == ["int8_g64"] * 3
-        methods = llm.collective_rpc(methods_of_draft)[0]
-        assert ("HalfbyteLinear" in methods) == (weights is not None)
-    assert_same(said, expected)

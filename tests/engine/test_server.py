@@ -152,3 +152,9 @@ def test_registering_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     halfbyte.vllm.register()
     assert "HALFBYTE_OF_A_TEST" in registry.AttentionBackendEnum.__members__
     assert not seen
+
+
+def test_registering_imports_no_layers() -> None:
+    """vLLM calls the plugin in processes that load no weights, where the imports of layers took longer than all the rest of it."""
+    code = "import sys, halfbyte.vllm as v; v.register(); sys.exit('halfbyte.vllm.weights' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

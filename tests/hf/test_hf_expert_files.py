@@ -69,9 +69,15 @@ def drawn_expert(kind: str, features: int, width: int, seed: int) -> list[Drawn]
     return [gate, up]
 
 
-def write(folder: Path, family: str, kind: str, edit: Callable[[dict[str, torch.Tensor]], object] = lambda state: None) -> Any:
-    """A folder as another library would write it; returns the model with the values that it stands for."""
-    model = tiny(family)
+def write(
+    folder: Path,
+    family: str,
+    kind: str,
+    edit: Callable[[dict[str, torch.Tensor]], object] = lambda state: None,
+    model: Any = None,
+) -> Any:
+    """A folder of a tiny model, or of `model`, as another library would write it; returns the model with the values of it."""
+    model = tiny(family) if model is None else model
     state = {name: t.clone() for name, t in model.state_dict().items()}
     gate, up, down, owner = NAMES.get(family, PLAIN)
     for seed, (name, target) in enumerate(targets(model).items()):

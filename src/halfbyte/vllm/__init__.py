@@ -34,8 +34,8 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from halfbyte.checkpoints.adapters import OWN
+    from halfbyte.vllm.registered import Registered
     from halfbyte.vllm.selection import REPLACED
-    from halfbyte.vllm.weights import HalfbyteConfig
 
     with _quiet(logging.getLogger(register_backend.__module__)):  # a line for each pair of formats, in each process
         for name in backend_names():
@@ -49,7 +49,7 @@ def register() -> None:
     for name in REPLACED:
         register_backend(AttentionBackendEnum[name], f"halfbyte.vllm.selection.{name}")
     if OWN not in quantization.QUANTIZATION_METHODS:
-        quantization.register_quantization_config(OWN)(HalfbyteConfig)
+        quantization.register_quantization_config(OWN)(Registered)
 
 
 class PackedPages:

@@ -10,8 +10,10 @@ that each load would fill, and at the last one loads the layer and copies the re
 
 from __future__ import annotations
 
+import functools
+import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
@@ -40,6 +41,7 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
+from halfbyte.vllm.registered import Registered
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
 from halfbyte.vllm.warm_up import LinearKernels, compile_linear
@@ -48,6 +50,8 @@ from halfbyte.vllm.warm_up import LinearKernels, compile_linear
 RENAMED = (".mlp.", ".block_sparse_moe.")
 #: What config.json, and vLLM, call OpenAI's stacks of experts in MXFP4.
 GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
+#: A module of a layer; in heads of Step 3.5 vLLM's name has a word more than that in the files.
+LAYER = re.compile(r"(.*\b)layers\.(\d{1,9})\.(?:mtp_block\.)?(.+)")
 #: What vLLM fuses, for models whose class does not say: MTP heads, and LongCat.
 FUSED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -59,7 +63,7 @@ MOST_PROJECTIONS = 3
 _KERNELS = LinearKernels()
 
 
-class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
+class HalfbyteConfig(Registered):
     """`quantization_config` of config.json: the stored weight of each quantized module. Workers get it pickled.
 
     Of a folder that halfbyte wrote, the configuration lists the modules; of another library's, `adapter` reads the weights, and
@@ -74,29 +78,6 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         self.renamed: dict[str, str | None] = {}
         #: The formats of the cache that a folder was saved with.
         self.cache: Mapping[str, Any] | None = None
-
-    @classmethod
-    def get_name(cls) -> str:
-        return OWN
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
-        """Take another library's checkpoint where the user gave `--quantization halfbyte`."""
-        return OWN if user_quant == OWN else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
@@ -129,7 +110,7 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             )
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Every tensor of the files is wanted; in names of parameters there is no dot."""
+        """Every tensor of the files is wanted; in names of parameters there is no dot. May be applied twice."""
         foreign = [source for source in self.stored.values() if isinstance(source, Foreign)]
         foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
         dotted = {part for source in foreign for part in source.held if "." in part}
@@ -142,6 +123,9 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         self.mixtures = hf_to_vllm_mapper.apply_dict(self.mixtures)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        config = get_current_vllm_config()
+        _read_by_mapped_names(config)
+        prefix = self.name_in_files(prefix, config.model_config.hf_text_config.num_hidden_layers)
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
@@ -164,6 +148,16 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             raise Unsupported(f"{prefix}: {own} are quantized and the rest of {names} is not; vLLM computes them together")
         return HalfbyteLinear([self.stored[name] for name in names])
 
+    def name_in_files(self, prefix: str, layers: int) -> str:
+        """What files call a module, of a model with so many layers: those of MTP heads may be numbered by themselves there."""
+        place = LAYER.fullmatch(prefix)
+        if place is None or int(place[2]) < layers:
+            return prefix
+        index = int(place[2])
+        names = (f"{place[1]}layers.{index}.", *(f"{place[1]}{mtp}.{index - layers}." for mtp in ("mtp_layers", "mtp_block")))
+        modules = (*self.stored, *self.mixtures)
+        return next((name + place[3] for name in names if any(module.startswith(name) for module in modules)), prefix)
+
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> HalfbyteExperts | None:
         """None: in 16 bits. Folders of halfbyte have transformers' name for the module around experts."""
         ours, theirs = RENAMED
@@ -171,6 +165,32 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             self.renamed = {ours: theirs}
         mixture = self.mixtures.get(prefix.replace(theirs, ours) if self.renamed else prefix)
         return None if mixture is None else HalfbyteExperts(layer, prefix, mixture)
+
+
+def _read_by_mapped_names(config: Any) -> None:
+    """Let the classes of an engine's model and its drafts rename what they read: some, as most MTP heads, ask no configuration."""
+    from vllm.model_executor.model_loader import get_model_architecture
+
+    speculation = config.speculative_config
+    for model_config in (config.model_config, None if speculation is None else speculation.draft_model_config):
+        model = None if model_config is None else get_model_architecture(model_config)[0]
+        if model is not None and not hasattr(model.load_weights, "by_mapped_names"):
+            model.load_weights = _by_mapped_names(model.load_weights)
+
+
+def _by_mapped_names(load_weights: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_weights` of a model, by names of parameters where one of its layers has a `HalfbyteConfig`."""
+
+    @functools.wraps(load_weights)
+    def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any) -> Any:
+        configs = (getattr(module, "quant_config", None) for module in model.modules())
+        config = next((config for config in configs if isinstance(config, HalfbyteConfig)), None)
+        if config is not None:
+            weights = config.get_checkpoint_weight_mapper().apply(weights)
+        return load_weights(model, weights, *args, **options)
+
+    load.by_mapped_names = True  # type: ignore[attr-defined]
+    return load
 
 
 class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
