@@ -21,8 +21,9 @@ _Level = Callable[[torch.Tensor, QuantTensor, torch.Tensor | None], torch.Tensor
 _LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
 #: Of weights and biases, for messages.
 _NAMES = ("the first ", "the second ", "the third ", "the fourth ")
-#: Weights of one launch.
+#: Weights of one launch, at most, and all counts of them.
 MOST_WEIGHTS = len(_NAMES)
+_COUNTS = (*range(1, MOST_WEIGHTS + 1),)
 
 
 def _run(call: LinearCall, signature: Signature | None = None) -> list[torch.Tensor]:
@@ -104,7 +105,7 @@ def projections(
     names: Sequence[str] = _NAMES,
 ) -> Sequence[torch.Tensor]:
     """`qkv_projection` of one to four weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
-    if not 1 <= len(weights) == len(biases) <= MOST_WEIGHTS:
+    if not len(weights) == len(biases) in _COUNTS:
         raise InvalidArgument(
             f"{len(weights)} weights and {len(biases)} biases were given; pass one to four weights, and a bias or None for each"
         )
