@@ -197,6 +197,15 @@ def _model(family: str) -> Any:
         model.generation_config.eos_token_id = None
     if hasattr(model, "set_default_language"):
         model.set_default_language(next(iter(config.languages)))
+    return uneven(model)
+
+
+def uneven(model: Any) -> Any:
+    """The model with another bias for the choice of each expert, as trained ones have: scores that round to 1 would be alike."""
+    rng = torch.Generator().manual_seed(0)
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("expert_bias", "e_score_correction_bias")):
+            t.data.copy_(0.5 * torch.randn(t.shape, generator=rng))
     return model
 
 

@@ -30,12 +30,3 @@ def set_stack(mixture: Any, name: str, layer: QuantExperts) -> None:
         values = torch.cat((values[:, ::2], values[:, 1::2]), 1)
     transposed = getattr(mixture, "is_transposed", type(mixture).__name__ == "Llama4TextExperts")
     getattr(mixture, name).data = (values.mT if transposed else values).contiguous()
-
-
-def uneven(model: Any) -> Any:
-    """The model with another bias for the choice of each expert, as trained ones have: scores that round to 1 would be alike."""
-    rng = torch.Generator().manual_seed(0)
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith(("expert_bias", "e_score_correction_bias")):
-            t.data.copy_(0.5 * torch.randn(t.shape, generator=rng))
-    return model

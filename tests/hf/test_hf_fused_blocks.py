@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_config, tiny_model
-from mixtures import uneven
 from tiny_models import CONFIGS, LLAMA
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -193,7 +192,7 @@ HYBRIDS = {
 @pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_other_families_are_fused_around_what_is_their_own(family, prompt, blocks_ran):
-    model, ids = hf.quantize(uneven(tiny_model(family)), **CACHE), prompt(2)
+    model, ids = hf.quantize(tiny_model(family), **CACHE), prompt(2)
     assert forms(model) == HYBRIDS[family]
     assert torch.equal(tokens(model, ids, **padded(ids)), tokens(model, ids, fuse_blocks=False, **padded(ids)))
     assert blocks_ran

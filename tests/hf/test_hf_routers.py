@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_config, tiny_model
-from mixtures import uneven
+from families import tiny_config, tiny_model, uneven
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
@@ -72,7 +71,7 @@ def test_the_same_tokens_by_fused_routers(family: str, prompt: Any, monkeypatch:
     ran: list[FusedRouter] = []
     forward = FusedRouter.forward
     monkeypatch.setattr(FusedRouter, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k))
-    model, ids = hf.quantize(uneven(tiny_model(family)), **CACHE), prompt(2)
+    model, ids = hf.quantize(tiny_model(family), **CACHE), prompt(2)
     fused = fused_routers(model)
     assert {router.routing for router in fused} == {FAMILIES[family]}
     ran.clear()
@@ -86,7 +85,7 @@ def test_the_same_tokens_by_fused_routers(family: str, prompt: Any, monkeypatch:
 @pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_keep_their_own(family: str, prompt: Any) -> None:
-    model, ids = hf.quantize(uneven(tiny_model(family)), **CACHE), prompt(2)
+    model, ids = hf.quantize(tiny_model(family), **CACHE), prompt(2)
     assert not fused_routers(model)
     assert torch.equal(tokens(model, ids), tokens(model, ids, fuse_blocks=False))
 
