@@ -103,12 +103,10 @@ def _own_matrix(rows: int, columns: int, fmt: str, rng: torch.Generator) -> _Par
 
 
 def _own_parts(name: str, target: Target, fmt: str, matrix: _Parts, n: int) -> _Parts:
-    """What `halfbyte quantize` writes for the weight with number `n`: every layer and expert has the codes of other rows."""
-    parts = matrix | {"codes": matrix["codes"].roll(n, 0)}
-    if len(target.shape) == 3:
-        parts = {
-            key: torch.stack([t.roll(e, 0) if key == "codes" else t for e in range(target.shape[0])]) for key, t in parts.items()
-        }
+    """What `halfbyte quantize` writes for the weight with number `n`: codes of each layer and expert begin with another row."""
+    experts = target.shape[0] if len(target.shape) == 3 else 1
+    stacks = {key: torch.stack([t.roll(n + e, 0) if key == "codes" else t for e in range(experts)]) for key, t in matrix.items()}
+    parts = stacks if len(target.shape) == 3 else {key: t[0] for key, t in stacks.items()}
     bias = target.empty(weight_format(fmt)).bias
     biases = {} if bias is None else {f"{name}.bias": torch.zeros(bias.shape, dtype=torch.bfloat16)}
     return {f"{name}.weight_{key}": t for key, t in parts.items()} | biases
