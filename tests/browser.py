@@ -15,6 +15,7 @@ def picture(url: str, to: Path, size: tuple[int, int] = (1000, 1400)) -> None:
     """The page as a PNG of so many pixels; nothing without a browser."""
     if CHROMIUM is None:
         return
+    to.parent.mkdir(parents=True, exist_ok=True)
     how = [
         "--headless",
         "--no-sandbox",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from rich.console import Console
 from halfbyte.cli.formats import HEADERS as FORMAT_HEADERS
 from halfbyte.cli.formats import format_rows
 from halfbyte.terminal import show_table
+from halfbyte.text import heldout_text, windows
 from halfbyte_lab import progress
+from halfbyte_lab.evals import model as models
 from halfbyte_lab.evals import present
-from halfbyte_lab.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting
+from halfbyte_lab.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, run_evaluation
 from halfbyte_lab.measure.records import read_all
 from halfbyte_lab.measure.report_sections import by_section
 from halfbyte_lab.measure.tables import filled
@@ -125,6 +128,17 @@ def test_progress_in_a_pipe_is_a_line_at_a_time(monkeypatch: pytest.MonkeyPatch)
             bar.advance(task)
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.split(",")[0] for line in said] == ["evaluating: 4 of 12", "evaluating: 7 of 12", "evaluating: 10 of 12"]
+
+
+def test_an_evaluation_in_a_pipe_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = models.load("demo")
+    texts = windows(tokenizer.encode(heldout_text()), 64, 2)
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), width=80)
+    run_evaluation(model, [Setting(), Setting("int8", "int8")], texts, 32, console, batch=2, name="demo")
+    said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split(",")[0] for line in said] == [f"evaluating demo: {n} of 4" for n in (2, 3, 4)]
 
 
 def test_progress_in_a_terminal_is_a_bar() -> None:
