@@ -28,7 +28,8 @@ def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int
         ids, attention_mask=mask, **{CACHE: PackedCache(model, capacity, keys=plain.name, values=plain.name)}, **options
     )
     with own_attention(model):
-        theirs = model.generate(ids, attention_mask=mask, **{CACHE: _rounded_cache(model, plain.code.dtype)}, **options)
+        rounded = {CACHE: _rounded_cache(model, plain.code.dtype)}
+        theirs = model.generate(ids, attention_mask=mask, recorded=False, **rounded, **options)
     fresh = slice(ids.shape[1], None)
     return int((ours[:, fresh] == theirs[:, fresh]).sum()), ours[:, fresh].numel()
 
