@@ -26,9 +26,9 @@ from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 from linear_levels import CALLS, DRAWN, ZEROS
 
-#: How `product` multiplies: by the codes (a small M), in tiles (a bf16 x, else as before), or by a GEMM on blocks that a compiled
-#: loop decodes, or that torch decodes.
-PATHS = ("codes", "tiles", "compiled blocks", "torch")
+#: How `product` multiplies: by the codes (a small M), in tiles or by AMX (a bf16 x, else as before), or by a GEMM on blocks
+#: that a compiled loop decodes, or that torch decodes.
+PATHS = ("codes", "tiles", "amx", "compiled blocks", "torch")
 CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.values())}
 
 
@@ -53,8 +53,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
         if request.param == "tiles" and not cpu._tiles_work():
             pytest.skip("this CPU has no instructions for bf16")
+        if request.param == "amx" and not cpu._amx_works():
+            pytest.skip("this CPU has no AMX")
         monkeypatch.setattr(cpu, "SMALL_M", 8 if request.param == "codes" else 0)
         monkeypatch.setattr(cpu, "TILE_M", 16 if request.param == "tiles" else 0)
+        monkeypatch.setattr(cpu, "_amx_works", lambda: request.param == "amx")
     return str(request.param)
 
 
@@ -212,6 +215,24 @@ def test_a_row_of_a_small_batch_has_the_bits_that_it_has_alone(name: str) -> Non
     together = cpu.linear(x, weight, None)
     for count in range(1, cpu.SMALL_M):
         assert torch.equal(cpu.linear(x[:count], weight, None), together[:count])
+
+
+@pytest.mark.parametrize("width", [32, 96, 128, 320, 512])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_col", "int4_sym_g32", "int8_col", "mxfp4", "nvfp4"])
+def test_amx_gives_a_row_the_same_bits_in_any_batch(name: str, width: int) -> None:
+    if not (threads.compiler_works() and cpu._amx_works()):
+        pytest.skip("this CPU has no AMX")
+    weight, x = weight_of(name, 37, width), inputs(cpu.AMX_M, width, dtype=torch.bfloat16)
+    check(x, weight, inputs(37))
+    together = cpu.linear(x, weight, None)
+    for count in (2, 16, 17, 33, 63):
+        assert torch.equal(cpu.linear(x[:count], weight, None), together[:count])
+    x[3], x[20, 1], x[40, -1] = torch.nan, torch.inf, -torch.inf
+    harmed = [3, 20, 40]
+    others = [m for m in range(len(x)) if m not in harmed]
+    y = cpu.linear(x, weight, None)
+    assert torch.equal(y[others], together[others])
+    assert not y[harmed].isfinite().any()
 
 
 @pytest.mark.parametrize("name", ZEROS)

@@ -1,10 +1,11 @@
 """A GEMM with a quantized weight: the `cpu` level of `linear`.
 
 A stored weight is w = scale * (unit - zero), with units on a small grid. Where loops can be compiled (`cpu.threads`), x is
-multiplied by the codes as they lie in memory: a bf16 x with M up to `TILE_M` in tiles, or with M = 1 by rows, on CPUs that multiply
-bf16, and any other for M up to `SMALL_M`. All else decodes a block of the weight's rows into a buffer that stays in cache until
-torch's GEMM multiplies it. Sums are fp32 (float64 for a float64 x), and nothing is rounded to x's dtype before the bias is in.
-Beyond `TILE_M` the block is rounded to bf16, as in a model of 16 bits, for a bf16 x on CPUs that multiply bf16.
+multiplied by the codes as they lie in memory, for a small M. A bf16 x: by AMX for M up to `AMX_M`, or in tiles
+for M up to `TILE_M`, or by rows for M = 1, as the CPU has instructions. Any other x: for M up to `SMALL_M`. All else decodes a
+block of the weight's rows into a buffer that stays in cache until torch's GEMM multiplies it. Sums are fp32 (float64 for a float64
+x), and nothing is rounded to x's dtype before the bias is in. For a larger M the block is rounded to bf16, as in a model of 16
+bits, for a bf16 x on CPUs that multiply bf16.
 
 Zero points come off the codes, where the difference is exact; in tiles they come off sums of few columns. Subtracted from the
 GEMM instead, as the sum over groups of scale * zero * (sum of x), they would cancel: both terms are many times the result where x
@@ -32,8 +33,9 @@ from halfbyte.tensors import QuantTensor
 #: Numbers in one block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator. torch's GEMM of bf16
 #: packs its operands again, and so gains by larger ones.
 BLOCK, BLOCK_BF16 = 1 << 19, 1 << 23
-#: Largest M for which x is multiplied by the codes, in tiles or by rows; beyond, a GEMM on decoded blocks is faster.
-TILE_M, SMALL_M = 16, 8
+#: Largest M for which x is multiplied by the codes: by AMX, in tiles or by rows. Beyond, a GEMM on decoded blocks
+#: is faster.
+AMX_M, TILE_M, SMALL_M = 64, 16, 8
 
 
 Array = np.ndarray[Any, Any]
@@ -105,13 +107,20 @@ def in_tiles(x: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
 
 def _fits_tiles(rows: torch.Tensor, features: int, code: Code) -> bool:
     """Whether x [M, K] is multiplied in tiles of a weight with so many rows. One row and codes of 8 bits are faster without."""
-    fits = rows.dtype is torch.bfloat16 and (code.per_byte == 2 or len(rows) > 1) and len(rows) <= TILE_M and features >= 16
-    return fits and _is_compiled(rows) and _tiles_work()
+    fits = rows.dtype is torch.bfloat16 and (code.per_byte == 2 or len(rows) > 1) and len(rows) <= AMX_M and features >= 16
+    return fits and _is_compiled(rows) and (_amx_works() or (len(rows) <= TILE_M and _tiles_work()))
 
 
 @functools.cache
 def _tiles_work() -> bool:
     from halfbyte.cpu.compiled.tiles import works
+
+    return works()
+
+
+@functools.cache
+def _amx_works() -> bool:
+    from halfbyte.cpu.compiled.amx import works
 
     return works()
 
@@ -184,25 +193,27 @@ def tile_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_tiles(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` of a bf16 x with at most `TILE_M` rows, which are `rows`, too."""
+    """`linear` of a bf16 x that fits tiles; `rows` are its rows."""
     return torch.from_numpy(tile_sums(x, rows, weight, bias)).to(x.dtype).view(*x.shape[:-1], len(weight.codes))
 
 
 def tile_sums(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> Array:
     """The same in fp32, [M, N]."""
+    from halfbyte.cpu.compiled import amx, tiles
     from halfbyte.cpu.compiled import rows as by_row
-    from halfbyte.cpu.compiled import tiles
 
     if weight.perm is not None:
         rows = tile_rows(x.reshape(-1, x.shape[-1]).index_select(1, weight.perm))
     own, (count, pairs) = _compiled(weight), rows.shape
     y = np.empty((1 << (count - 1).bit_length(), own.features), np.float32)
+    steps = y.size * pairs // 2  # a code takes a quarter of the time that it takes elsewhere
     if count == 1 and own.nibbles and 2 * pairs % by_row.STEP == 0:
         loop = by_row.loop_for(max(1, by_row.STEP * own.groups // (2 * pairs)))
+    elif _amx_works():
+        loop, steps = amx.loop_for(-(-len(y) // 16), own.piece, amx.block_of(2 * pairs, own.piece)), own.features * pairs
     else:
         loop = tiles.loop_for(len(y), own.piece == 16)
-    # A code takes a quarter of the time that it takes elsewhere.
-    over_rows(loop, -(-own.features // 16), y.size * pairs // 2, *own.tiles, rows.numpy(), y, 2 * pairs // own.piece)
+    over_rows(loop, -(-own.features // 16), steps, *own.tiles, rows.numpy(), y, 2 * pairs // own.piece)
     y = y[:count]
     if own.tensor_scale is not None:
         own.scaled(torch.from_numpy(y).mT)

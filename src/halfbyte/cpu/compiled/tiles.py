@@ -252,7 +252,7 @@ def scale_value(typing_context: Any, stored: Any, table: Any) -> Any:
 
 
 @intrinsic
-def _transpose(typing_context: Any, rows: Any, out: Any) -> Any:
+def transpose(typing_context: Any, rows: Any, out: Any) -> Any:
     """out [G, 16] = rows [16, G], both fp32; G is a multiple of 4."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
@@ -335,12 +335,12 @@ def loop_for(count: int, is_narrow: bool) -> Any:
             for lane in range(16):
                 for group in range(groups):
                     numbers[lane, group] = scale_value(scales[row + lane, group], scale_table)
-            _transpose(numbers, tile_scales)
+            transpose(numbers, tile_scales)
             if zeros is not None:
                 for lane in range(16):
                     for group in range(groups):
                         numbers[lane, group] = np.float32(zeros[row + lane, group])
-                _transpose(numbers, tile_zeros)
+                transpose(numbers, tile_zeros)
             _tile(codes, table, rest, row, tile_scales, zeros, tile_zeros, columns, sums, y, pieces, groups, count, is_narrow)
 
     return tiles
