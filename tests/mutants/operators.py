@@ -35,6 +35,7 @@ TESTS = {
     "cpu/linear.py": ("test_cpu_linear.py",),
     "cpu/sides.py": ("test_cpu_append.py", "test_cpu_attention.py"),
     "cpu/threads.py": ("test_cpu_linear.py",),
+    "cpu/compiled/amx.py": ("test_cpu_linear.py",),
     "cpu/compiled/append.py": ("test_cpu_append.py",),
     "cpu/compiled/attention.py": ("test_cpu_attention.py",),
     "cpu/compiled/block.py": ("test_block_ops.py",),
