@@ -207,8 +207,8 @@ def tile_sums(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: to
     own, (count, pairs) = _compiled(weight), rows.shape
     y = np.empty((1 << (count - 1).bit_length(), own.features), np.float32)
     steps = y.size * pairs // 2  # a code takes a quarter of the time that it takes elsewhere
-    if count == 1 and own.nibbles and 2 * pairs % by_row.STEP == 0:
-        loop = by_row.loop_for(max(1, by_row.STEP * own.groups // (2 * pairs)))
+    if count == 1 and own.nibbles:
+        loop = by_row.loop_for(max(1, by_row.STEP * own.groups // (2 * pairs)), 2 * pairs % by_row.STEP)
     elif _amx_works():
         loop, steps = amx.loop_for(-(-len(y) // 16), own.piece, amx.block_of(2 * pairs, own.piece)), own.features * pairs
     else:

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from halfbyte.cpu.compiled import loop
 from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, cpu_has, load, prefetch
-from halfbyte.cpu.compiled.tiles import INTS, WORDS, number, scale_value, transpose
+from halfbyte.cpu.compiled.tiles import INTS, WORDS, aligned, number, scale_value, transpose
 
 #: Matrix registers of x times 16 tokens each are free for this many times 16 tokens.
 MOST_TILES = 4
@@ -268,14 +268,6 @@ def _release(typing_context: Any) -> Any:
     return types.void(), codegen
 
 
-@loop
-def _aligned(words: int) -> Array:
-    """Memory for so many words of 32 bits, which begins with a line of the cache: a vector across two lines is read twice."""
-    memory = np.empty(words + 16, np.int32)
-    start = -(memory.ctypes.data // 4) % 16
-    return memory[start : start + words]
-
-
 @intrinsic(prefer_literal=True)
 def _reorder(typing_context: Any, rows: Any, bits: Any, piece: Any) -> Any:
     """Put the columns of rows [16, K / 2], pairs of bf16 numbers, into the order of decoded ones, of codes of so many bits."""
@@ -336,7 +328,7 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
     ) -> None:
         (features, groups), pairs = scales.shape, x.shape[1]
         own_scales, own_zeros = np.empty((16, groups), np.float32), np.empty((16, groups), np.float32)
-        columns, sums = _aligned(tiles * pairs * 16).reshape((tiles, pairs, 16)), np.empty((pieces, tiles, 16), np.float32)
+        columns, sums = aligned(tiles * pairs * 16).reshape((tiles, pairs, 16)), np.empty((pieces, tiles, 16), np.float32)
         rows = np.zeros((16, pairs), np.int32)
         for tile in range(tiles):
             own = x[16 * tile : 16 * tile + 16]
@@ -350,7 +342,7 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
             if zeros is not None:
                 for part in range(pieces):
                     _sum_columns(columns[tile], part * (piece // 2), piece // 2, sums[part, tile])
-        buffer, out = _aligned(words), np.empty((tiles, 16, 16), np.float32)
+        buffer, out = aligned(words), np.empty((tiles, 16, 16), np.float32)
         _configure(shapes)
         for tile in range(first, last):
             row = min(16 * tile, features - 16)

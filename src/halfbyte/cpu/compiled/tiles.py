@@ -281,6 +281,14 @@ def sum_of_pair(typing_context: Any, pair: Any) -> Any:
 
 
 @loop
+def aligned(words: int) -> Array:
+    """Memory for so many words of 32 bits, which begins with a line of the cache: a vector across two lines is read twice."""
+    memory = np.empty(words + 16, np.int32)
+    start = -(memory.ctypes.data // 4) % 16
+    return memory[start : start + words]
+
+
+@loop
 def _arrange(x: Array, columns: Array, sums: Array) -> None:
     """columns [K / 2, count] = x [M, K / 2] transposed, and zeros; sums [pieces, count] of each piece."""
     size = x.shape[1] // len(sums)
