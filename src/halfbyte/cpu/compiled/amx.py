@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from halfbyte.cpu.compiled import loop
 from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, cpu_has, load, prefetch
-from halfbyte.cpu.compiled.tiles import INTS, WORDS, aligned, number, scale_value, transpose
+from halfbyte.cpu.compiled.tiles import INTS, WORDS, aligned, broadcast, number, scale_value, transpose
 
 #: Matrix registers of x times 16 tokens each are free for this many times 16 tokens.
 MOST_TILES = 4
@@ -161,8 +161,8 @@ class _Matrix:
             x_sums = [load(builder, self.x_sums.data, builder.add(first, number(i * LANES)), FLOATS) for i in range(self.tiles)]
         for lane in range(LANES):
             place = builder.add(builder.mul(number(lane), self.stride), group)
-            scale = self.broadcast(self.scales, place)
-            zero = self.broadcast(self.zeros, place) if self.has_zeros else None
+            scale = broadcast(builder, self.scales.data, place, FLOATS)
+            zero = broadcast(builder, self.zeros.data, place, FLOATS) if self.has_zeros else None
             for tile, totals in enumerate(self.totals):
                 sums = builder.load(self.address(self.buffer, number(self.sums_of(slot + tile) + lane * LANES), FLOATS))
                 if zero is not None:
@@ -176,13 +176,6 @@ class _Matrix:
 
     def fma(self, first: ir.Value, second: ir.Value, third: ir.Value) -> ir.Value:
         return call(self.builder, f"llvm.fma.v{LANES}f32", FLOATS, first, second, third)
-
-    def broadcast(self, array: Any, offset: ir.Value) -> ir.Value:
-        """The number at `offset` in all lanes."""
-        builder = self.builder
-        own = builder.load(builder.gep(array.data, [offset]))
-        lanes = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), own, ir.Constant(_INT, 0))
-        return builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
 
     def all_columns(self) -> None:
         """Totals of the rows: as many pieces at a time as have registers."""
@@ -381,4 +374,4 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
 
 def block_of(columns: int, piece: int) -> int:
     """How many columns are decoded at a time: a whole line of the cache, where the weight and its pieces have such."""
-    return 128 if columns % 128 == 0 and 128 % piece == 0 else max(piece, _STEP)
+    return next(size for size in (128, 96, 64, 32) if columns % size == 0 and size % piece == 0)

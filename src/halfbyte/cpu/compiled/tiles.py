@@ -57,7 +57,7 @@ def _shuffle(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: l
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT, len(places)), places))
 
 
-def _broadcast(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, vector: ir.VectorType) -> ir.Value:
+def broadcast(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, vector: ir.VectorType) -> ir.Value:
     """The number at `offset` in all lanes."""
     number = builder.load(builder.gep(pointer, [offset]))
     lanes = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(_INT, 0))
@@ -143,7 +143,7 @@ class _Tile:
         for i, parts in enumerate(zip(pairs, rests, strict=True), word * self.pairs):
             first = builder.mul(builder.add(columns, number(i)), number(self.count))
             for m, place in enumerate(self.sums[i % len(self.sums)]):
-                x = _broadcast(builder, self.x.data, builder.add(first, number(m)), INTS)
+                x = broadcast(builder, self.x.data, builder.add(first, number(m)), INTS)
                 for part in filter(None, parts):
                     builder.store(products_of_pairs(builder, builder.load(place), part, x), place)
 
@@ -157,7 +157,7 @@ class _Tile:
             own = functools.reduce(builder.fadd, (builder.load(places[m]) for places in self.sums))
             if self.has_zeros:
                 place = builder.add(builder.mul(piece, number(self.count)), number(m))
-                x_sum = _broadcast(builder, self.x_sums.data, place, FLOATS)
+                x_sum = broadcast(builder, self.x_sums.data, place, FLOATS)
                 own = builder.fsub(own, builder.fmul(load(builder, self.zeros.data, at, FLOATS), x_sum))
             builder.store(call(builder, f"llvm.fma.v{LANES}f32", FLOATS, own, scales, builder.load(total)), total)
             self.clear([places[m] for places in self.sums])
