@@ -17,6 +17,7 @@ from halfbyte.hf.weights import select, show_progress
 from halfbyte.nn import QuantLinear
 from halfbyte.reference.quantize import quantize
 from halfbyte.text import heldout_text
+from saved_folders import same
 
 
 def logits(model, ids):
@@ -96,8 +97,7 @@ def test_texts_of_a_model_with_a_tokenizer(tmp_path):
     models = [hf.load(tmp_path / "plain") for _ in range(2)]
     hf.quantize(models[0], "int4_g64", calibrate=[text[:2000], text[2000:]])
     hf.quantize(models[1], "int4_g64", calibrate=torch.tensor([*text.encode()][:2048]).view(2, 1024))
-    states = [model.state_dict() for model in models]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    same(*models)
 
 
 def demo():

@@ -32,6 +32,7 @@ from halfbyte.hf.mixtures import layout
 from halfbyte.hf.model_support import blocks
 from halfbyte.hf.recorded_step import Forward
 from halfbyte.memory import packed_layers
+from saved_folders import same
 
 RECORD = Path(__file__).parents[2] / "results" / "families.jsonl"
 KV, WEIGHTS = ("bf16", "int8", "int4"), ("int8_col", "int4_g32", "nf4")
@@ -210,9 +211,7 @@ def test_folders_of_encoder_decoders_and_of_several_modalities_load(family: str,
     folder = hf.save(hf.quantize(model, "int8_col"), tmp_path / "model")
     again = hf.load(folder)
     assert type(again) is type(model)
-    state, found = model.state_dict(), again.state_dict()
-    assert state.keys() == found.keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in found.items())
+    same(again, model)
 
 
 CROSS = {"bart": {}, "mbart": {}, "bert": {"add_cross_attention": True}}

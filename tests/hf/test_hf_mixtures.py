@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +34,7 @@ from halfbyte.hf.weights import packed_share, replace, select, targets
 from halfbyte.memory import quantized_bytes
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.quantize import quantize
+from saved_folders import configure, same
 
 #: Families with experts that transformers does not call through its interface.
 CALLED = ("llama4_text", "longcat_flash", "jetmoe")
@@ -58,14 +58,6 @@ def stacked(model: Any) -> list[QuantExperts]:
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, use_cache=False).logits
-
-
-def same(a: Any, b: Any) -> None:
-    first, second = a.state_dict(), b.state_dict()
-    assert first.keys() == second.keys()
-    for name, t in first.items():
-        assert t.dtype is second[name].dtype, name
-        assert torch.equal(t.contiguous().view(torch.uint8), second[name].contiguous().view(torch.uint8)), name
 
 
 # ------------------------------------------------------------------------------------------------------------------ families
@@ -294,12 +286,13 @@ def test_a_damaged_stack_is_named(tmp_path: Any) -> None:
 
 def test_half_of_a_mixture_is_no_mixture(tmp_path: Any) -> None:
     folder = hf.save(hf.quantize(tiny_model("mixtral"), weights="int4_g32"), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]["modules"]["model.layers.1.mlp.experts.down_proj"]
-    (folder / "config.json").write_text(json.dumps(config))
+    modules: dict[str, str] = {}
+    configure(folder, lambda config: modules.update(config["quantization_config"]["modules"]))
+    del modules["model.layers.1.mlp.experts.down_proj"]
+    configure(folder, lambda config: config["quantization_config"].update(modules=modules))
     with pytest.raises(CheckpointError, match=r"down_proj.weight_codes is in the files, but"):
         hf.load(folder)
-    quantizer = HalfbyteQuantizer(HalfbyteConfig(modules=config["quantization_config"]["modules"]))
+    quantizer = HalfbyteQuantizer(HalfbyteConfig(modules=modules))
     with pytest.raises(CheckpointError, match=r"gate_up_proj' and not 'model.layers.1.mlp.experts.down_proj'"):
         quantizer._process_model_before_weight_loading(tiny_model("mixtral"))
 

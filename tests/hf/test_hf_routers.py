@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_config, tiny_model, uneven
+from test_hf_fused_blocks import Launches
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -203,19 +203,6 @@ def test_equal_scores_refuse_nothing() -> None:
     call = called(Qwen3MoeTopKRouter, "qwen3_moe", **EXPERTS)
     call.module.weight.data[1:] = call.module.weight[:1]
     assert Routers([])._router(call._replace(out=call.module(*call.args))) is not None
-
-
-class Launches(TorchDispatchMode):
-    """What would be a launch on a GPU: ops that neither make a view nor memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and "empty" not in func.name() and func.namespace != "prim":
-            self.names.append(func.name().split("::")[1].split(".")[0])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_model
-from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA, SIZES, before
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import configuration_utils
@@ -25,6 +24,7 @@ from halfbyte.hf.attention import attention
 from halfbyte.hf.weights import packed_share
 from halfbyte.nn import QuantLinear
 from halfbyte.paths import shipped_model
+from saved_folders import edit
 
 # ------------------------------------------------------------------------------------- saved folders, opened without halfbyte
 
@@ -139,9 +139,7 @@ def test_the_base_model_alone(build, tmp_path, family, options):
 
 def test_a_base_model_lacks_a_part(build, tmp_path):
     folder = hf.save(hf.quantize(build("llama"), "nf4"), tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight_scales"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scales"))
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj"):
         tf.AutoModel.from_pretrained(folder)
 

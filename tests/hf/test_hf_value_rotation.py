@@ -16,6 +16,7 @@ from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import attention
 from halfbyte.hf.cache_layers import LayerOptions, PackedLayer
 from halfbyte.reference.hadamard import rotate
+from saved_folders import same
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
 
@@ -76,8 +77,7 @@ def test_an_outlier_channel_of_values_is_spread(build, prompt):
 def test_it_is_saved_and_done_once(build, prompt, greedy, tmp_path, weights):
     model, ids = hf.quantize(build("llama"), weights, values="int8", rotate_values=True), prompt()
     again = hf.load(hf.save(model, tmp_path / "saved"), rotate_values=True)
-    parts = again.state_dict()
-    assert all(torch.equal(t, parts[name]) for name, t in model.state_dict().items())
+    same(again, model)
     assert torch.equal(greedy(again, ids)[1], greedy(model, ids)[1])
 
 
