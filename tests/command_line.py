@@ -15,3 +15,13 @@ def run(*arguments: str, command: Callable[[list[str]], Any] = cli.main) -> int:
     with pytest.raises(SystemExit) as left:
         command(list(arguments))
     return int(left.value.code or 0)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str, command: Callable[[list[str]], Any] = cli.main) -> str:
+    """What a command that fails says: one line of ours, and nothing else."""
+    assert run(*arguments, command=command) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("halfbyte: ")
+    assert said.err.count("\n") == 1
+    return said.err

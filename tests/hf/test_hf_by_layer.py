@@ -128,11 +128,6 @@ def test_settings_of_before_stay_unrotated(build, tmp_path):
     assert formats(hf.load(folder)) == [("int4", "int4", False)] * 2
 
 
-def test_skipped_layers_are_saved_too(build, tmp_path):
-    model = hf.quantize(build("llama"), keys="int8", values="int8", skip_layers=[-1])
-    assert formats(hf.load(hf.save(model, tmp_path / "saved")))[1] == ("bf16", "bf16", False)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -21,8 +21,8 @@ from tiny_models import before
 import decoders
 import halfbyte.hf as hf
 from allocated import Allocated
+from command_line import run
 from fuzz import load_damaged
-from halfbyte import cli
 from halfbyte.checkpoints.adapters import open_checkpoint, weight_from_tensors
 from halfbyte.checkpoints.fp8 import Fp8
 from halfbyte.checkpoints.layer import StoredLayer
@@ -291,9 +291,7 @@ def test_the_format_must_be_named(tmp_path: Path, capsys: Any) -> None:
         hf.load(folder, "int4_g32", rotate_values=True)
     with pytest.raises(Unsupported, match="no weight format has the codes of 'fp8'"):
         weight_from_tensors({"quant_method": "fp8"}, {}, 8, 8)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "own")])
-    assert not left.value.code
+    assert run("quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "own")) == 0
     assert "equal bit for bit" in capsys.readouterr().out
     same(hf.load(tmp_path / "own"), hf.load(folder, "nf4", dtype=torch.bfloat16))
 

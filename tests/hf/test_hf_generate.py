@@ -387,12 +387,6 @@ def test_calls_that_cannot_be(build, prompt):
         model.to("meta").generate(prompt(1), max_new_tokens=2)
 
 
-def test_a_cache_of_a_model_with_fewer_layers(build, prompt):
-    small, large = (hf.quantize(build(f), keys="int8", values="int8") for f in ("llama", "qwen2"))
-    with pytest.raises(InvalidArgument, match="holds 2 layers"):
-        _logits(large, prompt(), hf.PackedCache(small, 64))
-
-
 def test_bad_masks(build, prompt):
     model, ids = build("llama"), prompt(2, 20)
     hf.quantize(model, keys="int8", values="int8")

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
 
 import halfbyte.hf as hf
-from halfbyte import cli
+from command_line import run
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.hf.model_support import half_type
@@ -225,11 +225,6 @@ def test_names_of_kernels(kernel: str, short: str) -> None:
     assert short_name(kernel) == short
 
 
-def run(*arguments: str) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["bench", "model", *arguments])
-
-
 @pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_step, "_WARM_UP", 1)
@@ -237,14 +232,14 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     monkeypatch.setattr(model_step, "_LEAST", 0.0)  # what is kept must not hang on how long a step took
     file = tmp_path / "steps.jsonl"
     options = ["--random", "--context", "8", "--new", "3", "--weights", "nf4", "--lm-head", "int8_col", "--output", str(file)]
-    run("--json", *options)
+    assert run("bench", "model", "--json", *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["implementation"] for r in found] == [way.name for way in WAYS]
     assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int8_channel/int8"] * 3]
     assert all(r["p10"] == r["seconds"] == r["p90"] > 0 and r["repeats"] == 1 and r["kernels"] for r in found)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert kept == [*({**r, "kernels": {}} for r in found), *found]  # each when it was timed, and again when all were
-    run(*options, "--dtype", "fp16")
+    assert run("bench", "model", *options, "--dtype", "fp16") == 0
     said, kept = capsys.readouterr().out, [json.loads(line) for line in file.read_text().splitlines()[len(kept) :]]
     assert [r["formats"] for r in kept] == ["fp32", *["nf4, int8_col lm_head, int8_channel/int8, fp16"] * 3] * 2
     assert "A step of halfbyte, fused blocks" in said

@@ -75,7 +75,7 @@ def test_a_cache_of_a_model_with_other_layers(build, prompt, layers):
     cache = hf.PackedCache(config, 64, keys="int8", values="int8")
     with pytest.raises(InvalidArgument, match=f"past_key_values has {layers} layers, and the model 2"):
         model.generate(ids, max_new_tokens=2, past_key_values=cache)
-    reason = "and the model has more"
+    reason = f"holds {layers} layers, and the model has more"
     if layers == 3:
         model(ids, past_key_values=cache, use_cache=True)
         reason = "2 of 3 hold any; a model of fewer layers needs its own cache"

@@ -418,18 +418,6 @@ def test_the_share_of_a_mixture_that_is_quantized(monkeypatch):
 # --------------------------------------------------------------------------------------------------------------- right padding
 
 
-def test_right_padding_is_moved_to_the_left(build, prompt, greedy):
-    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt(3, 30)
-    pads, mask = (0, 9, 4), torch.ones_like(ids)
-    for row, n in enumerate(pads):
-        mask[row, 30 - n :] = 0
-    together, logits = greedy(model, ids * mask, attention_mask=mask)
-    for row, n in enumerate(pads):
-        alone, single = greedy(model, ids[row : row + 1, : 30 - n])
-        assert torch.equal(together[row, n:], alone[0])
-        torch.testing.assert_close(logits[row], single[0], rtol=1e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("shape", [(3, 30), (1, 30), (30,)])
 def test_positions_are_moved_with_their_tokens(build, prompt, shape):
     model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt(3, 30)

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import halfbyte.hf as hf
-from halfbyte import cli
+from command_line import refusal, run
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf import graph_generate, rehearsal
 from halfbyte.hf.fused_blocks import fused_view
@@ -157,9 +157,7 @@ def test_a_model_that_cannot_be_compiled_for_says_why() -> None:
 
 
 def test_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["warmup", "demo"])
-    assert "warmup compiles kernels for the GPU of this machine, and torch finds none" in capsys.readouterr().err
+    assert "warmup compiles kernels for the GPU of this machine, and torch finds none" in refusal(capsys, "warmup", "demo")
 
 
 @pytest.mark.parametrize("weights", ["int4_g32", "bf16"])
@@ -180,9 +178,7 @@ def test_the_command_needs_a_configuration_alone(
     monkeypatch.setattr("halfbyte.device.describe", lambda device: here)
     monkeypatch.setattr(hf, "warm_up", compiled)
     tf.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["warmup", str(tmp_path), "--weights", weights, "--keys", "int8", "--batch", "4"])
-    assert not left.value.code
+    assert run("warmup", str(tmp_path), "--weights", weights, "--keys", "int8", "--batch", "4") == 0
     if weights == "bf16":
         assert models == [(4, ["Linear"] * 4)]
     else:

@@ -171,13 +171,6 @@ def test_formats_of_the_cache_come_back(cached, prompt, greedy):
     assert (cache.layers[0].key_format.name, cache.layers[0].value_format.name) == ("int8", "int4_g32")
 
 
-def test_a_cache_in_16_bits_is_still_to_be_had(cached, prompt):
-    options = {"max_new_tokens": 3, "return_dict_in_generate": True}
-    for choice in ("dynamic", "static"):
-        made = cached[0].generate(prompt(), cache_implementation=choice, **options).past_key_values
-        assert not isinstance(made, hf.PackedCache)
-
-
 def test_what_nobody_wrote_is_damage(cached):
     configure(cached[1], lambda config: config["quantization_config"].update(weights="nf4"))
     with pytest.raises(CheckpointError, match="unknown entries: weights"):

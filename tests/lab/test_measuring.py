@@ -286,15 +286,6 @@ def test_ratios_are_against_the_fastest_16_bit_of_the_same_case() -> None:
     assert [row[tables.HEADERS.index("vs 16-bit")] for row in rows] == ["2.00x", "1.00x", "1.00x", "0.50x"]
 
 
-def test_a_page_of_records(tmp_path: Path) -> None:
-    refused = dataclasses.replace(record(2), seconds=None, p10=None, p90=None, refused="error too <large>")
-    page = write_page([record(1), refused], "linear", tmp_path / "p.html").read_text()
-    assert "M1" in page
-    assert "error too &lt;large&gt;" in page
-    assert "halfbyte bench" in page
-    assert "<svg" in page
-
-
 # -------------------------------------------------------------------------------------------------------------------- bars
 
 SMALL = decode.DecodeShape(3, 4, 2, 32, 64)

@@ -15,6 +15,7 @@ import torch
 from benches import BRIEF, CPU, GPU, quick
 
 import halfbyte
+from command_line import run
 from halfbyte_lab import bench, precompile, suites
 from halfbyte_lab.baselines import Baseline, Prepared, attention
 from halfbyte_lab.baselines import linear as linear_adapters
@@ -185,8 +186,7 @@ def test_bench_all_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     chosen = [suite([FakeJob("a", seen)], "first"), suite([FakeJob("b", seen, KeyboardInterrupt)], "second")]
     monkeypatch.setattr(suites, "every", lambda _: chosen)
     page, output = tmp_path / "p.html", tmp_path / "r.jsonl"
-    with pytest.raises(SystemExit, match="130"):
-        bench.main(["all", "--quick", "--device", "cpu", "-o", str(output), "--html", str(page), "--json"])
+    assert run("all", "--quick", "--device", "cpu", "-o", str(output), "--html", str(page), "--json", command=bench.main) == 130
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["case"] for line in lines] == ["a"]
     assert [r.case for r in records.read(output).records] == ["a"]
@@ -254,12 +254,10 @@ def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]
     absent = Baseline("x", "linear", "int4", packages=("no_such_package.part",), install="x", gpu=True)
     assert absent.missing(CPU) == "not installed: pip install x; needs an NVIDIA GPU"
     assert absent.missing(GPU) == "not installed: pip install x"
-    with pytest.raises(SystemExit, match="0"):
-        bench.main(["baselines", "--device", "cpu", "--json"])
+    assert run("baselines", "--device", "cpu", "--json", command=bench.main) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["peer"]: row["runs here"] for row in rows} == listed
-    with pytest.raises(SystemExit, match="1"):
-        bench.main(["baselines", "--quick"])
+    assert run("baselines", "--quick", command=bench.main) == 1
     assert "need --measure" in capsys.readouterr().err
 
 
