@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import re
@@ -146,6 +147,16 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         cli.main(["doctor"])
 
 
+DIAGNOSED = functools.cache(diagnose)
+
+
+@pytest.fixture
+def diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doctor finds here, for all commands that tell it: small calls of every op take seconds."""
+    monkeypatch.setattr("halfbyte.doctor.diagnose", DIAGNOSED)
+
+
+@pytest.mark.usefixtures("diagnosed")
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", "--json") == 0
     assert {"versions", "machine", "ops", "settings", "problems"} <= set(json.loads(capsys.readouterr().out))
@@ -153,6 +164,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode_attention" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("diagnosed")
 def test_doctor_checks_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A report to send: what is here, then each check. It fails where a kernel is wrong."""
     right, wrong = Check("linear, nf4, M = 1", "gluon", 0.1), Check("append, int8 keys", "triton", 7.0)
@@ -169,6 +181,7 @@ def test_doctor_checks_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert json.loads(capsys.readouterr().out)["checks"][1]["error"] == 7.0
 
 
+@pytest.mark.usefixtures("diagnosed")
 @pytest.mark.parametrize("command", ["doctor", "explain", "formats"])
 def test_a_terminal_of_no_columns_is_one_of_unknown_width(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setitem(sys.modules, "halfbyte_lab", None)
+    monkeypatch.setattr(doctor, "_ops", dict)  # which no extra is about
     notes = doctor.diagnose().notes
     assert any(re.search(r"transformers is not installed; .*: pip install 'transformers<[\d.]+,>=[\d.]+'$", n) for n in notes)
     assert any(re.search(r"the laboratory is not installed; .*: pip install \./lab$", n) for n in notes)
