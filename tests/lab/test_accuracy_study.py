@@ -21,7 +21,7 @@ from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.studies import accuracy, calibrated, evidence, memory, quality_per_bit, study
+from halfbyte_lab.studies import accuracy, calibrated, evidence, memory, quality_per_bit
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,6 @@ def test_records_table_and_charts() -> None:
     assert len(whole) == 1  # its weights fit on none of the cards
     assert set(whole[0][4:]) == {"none"}
     assert len(memory.drawn(measured)) == len(memory.says(measured)) == 2
-    assert all(study(name).name == name for name in ("memory", "accuracy"))
 
 
 # --------------------------------------------------------------------------------------------------------- quality per bit

@@ -19,7 +19,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.model_sizes import SIZES
 from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, Formats, Steps, checked
-from halfbyte_lab.studies import step, study
+from halfbyte_lab.studies import step
 
 #: Cases of one rank.
 ONE_RANK = [case.name for case in step.CASES if case.ranks == 1]
@@ -49,7 +49,6 @@ def test_cases_can_be_built() -> None:
     published = {"llama-3-8b": 8.03, "llama-3-70b": 70.6, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72}
     published |= {"qwen3.5-9b": 8.95, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9}
     assert found == {name: pytest.approx(size, rel=0.005) for name, size in published.items()}
-    assert study("step").name == "step"
 
 
 def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +72,7 @@ def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         step.judge(case, model)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [("", ONE_RANK), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])],
-)
+@pytest.mark.parametrize(("pattern", "names"), [("", ONE_RANK), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])])
 def test_the_last_case_of_a_filter_is_traced(pattern: str, names: list[str]) -> None:
     found = step.jobs(Session(Options(pattern=pattern), GPU))
     assert [job.name for job in found] == names
