@@ -271,10 +271,7 @@ def test_quantized_models_need_their_format(tmp_path: Path) -> None:
     assert "--weights" not in command(found, found.choices[1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "said"),
-    [("deepseek_v32", Unsupported, "latents"), ("mamba", Unsupported, "recurrent")],
-)
+@pytest.mark.parametrize(("kind", "error", "said"), [("deepseek_v32", Unsupported, "latents"), ("mamba", Unsupported, "recurrent")])
 def test_models_without_a_packed_cache_are_refused(tmp_path: Path, kind: str, error: type[Exception], said: str) -> None:
     transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(error, match=said):

@@ -124,10 +124,7 @@ def test_bytes_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            lambda c: torch.zeros(2, 2, 16, c + 2, dtype=torch.uint8),
-            "a token and head; int8 keys of 64 and int4 values of 64 take",
-        ),
+        (lambda c: torch.zeros(2, 2, 16, c + 2, dtype=torch.uint8), "a token and head; int8 keys of 64 and int4 values of 64 take"),
         (lambda c: torch.zeros(2, 2, 16, c), "memory is torch.float32 .* expected uint8"),
         (lambda c: torch.zeros(2, 16, c, dtype=torch.uint8), r"memory is torch.uint8 \[2, 16, .* expected uint8"),
         (lambda c: [1], "memory is a list; expected uint8"),

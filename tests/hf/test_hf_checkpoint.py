@@ -174,10 +174,7 @@ NAME = "model.layers.0.mlp.up_proj.weight_"
         (lambda t: t.pop(NAME + "codes"), "up_proj.weight_codes is missing"),
         (lambda t: t.update({NAME + "codes": t[NAME + "codes"][:, :8].clone()}), "up_proj.weight_codes is torch.uint8"),
         (lambda t: t.update({NAME + "scales": t[NAME + "scales"].half()}), "up_proj.weight_scales is torch.float16"),
-        (
-            lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.nan),
-            "up_proj.weight_scales holds 1 scales of 128 .*finite",
-        ),
+        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.nan), "up_proj.weight_scales holds 1 scales of 128 .*finite"),
         (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.inf), "1 scales of 128 that are not finite"),
     ],
 )

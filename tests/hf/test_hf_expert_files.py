@@ -70,11 +70,7 @@ def drawn_expert(kind: str, features: int, width: int, seed: int) -> list[Drawn]
 
 
 def write(
-    folder: Path,
-    family: str,
-    kind: str,
-    edit: Callable[[dict[str, torch.Tensor]], object] = lambda state: None,
-    model: Any = None,
+    folder: Path, family: str, kind: str, edit: Callable[[dict[str, torch.Tensor]], object] = lambda state: None, model: Any = None
 ) -> Any:
     """A folder of a tiny model, or of `model`, as another library would write it; returns the model with the values of it."""
     model = tiny(family) if model is None else model

@@ -22,7 +22,7 @@ from halfbyte.errors import Unsupported
 
 ALL = os.environ.get("HALFBYTE_FAMILIES") == "all"
 FAMILIES = ["llama", "gpt_oss"] + ALL * [
-    *("gemma2", "gpt2", "gpt_neox", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3"),
+    *("gemma2", "gpt2", "gpt_neox", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3")
 ]
 SAMPLE, BEAMS = {"do_sample": True}, {"num_beams": 3}
 #: With many ends of a text, some options have something to prevent.

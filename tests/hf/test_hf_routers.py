@@ -145,8 +145,7 @@ def test_what_is_read_off_a_router(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"),
-    [(AXK2TopkRouter, "deepseek_v3"), (PhimoeTopKRouter, "phimoe"), (Gemma4TextRouter, "gemma4_text")],
+    ("kind", "family"), [(AXK2TopkRouter, "deepseek_v3"), (PhimoeTopKRouter, "phimoe"), (Gemma4TextRouter, "gemma4_text")]
 )
 @torch.no_grad()
 def test_a_router_that_computes_something_else_stays(kind: Any, family: str) -> None:

@@ -295,10 +295,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         (None, "is not a file"),
         ("", "holds no record"),
-        (
-            '{"op": ',
-            "holds no record (",
-        ),
+        ('{"op": ', "holds no record ("),
         ("not json\n" + json.dumps({}) + "\n", "line 1: not a record"),
         (json.dumps({"op": "linear", "environment": dataclasses.asdict(GPU)}) + "\n", "(it has no 'shape')"),
         (

@@ -148,11 +148,7 @@ def test_all_has_every_command_and_every_study() -> None:
     assert {s.section.title for s in every} >= {"Decode attention", "Linear", "Peers", *QUESTIONS}
     on_gpu = quick()
     on_gpu.device = GPU
-    assert [s.section for s in suites.every(on_gpu)][:3] == [
-        suites.DECODE,
-        suites.LINEAR,
-        suites.BASELINES,
-    ]
+    assert [s.section for s in suites.every(on_gpu)][:3] == [suites.DECODE, suites.LINEAR, suites.BASELINES]
 
 
 def test_a_study_is_told_as_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
