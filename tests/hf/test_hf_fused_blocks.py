@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_config, tiny_model
-from tiny_models import CONFIGS, LLAMA
+from tiny_models import CONFIGS, LLAMA, left_padding
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import halfbyte.hf as hf
@@ -28,6 +28,7 @@ from halfbyte.hf.fused_blocks import FusedBlock, fused_view, why_not_fused
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.hf.structure import norm_of
 from halfbyte.ops import block_linear
+from watched import watched
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "transformers.md"
 CACHE = {"keys": "int8", "values": "int4_g32"}
@@ -95,18 +96,13 @@ def tokens(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    return {"attention_mask": mask}
+    return {"attention_mask": left_padding(ids, 5)}
 
 
 @pytest.fixture
 def blocks_ran(monkeypatch: pytest.MonkeyPatch) -> list[FusedBlock]:
     """The fused blocks that were called."""
-    ran: list[FusedBlock] = []
-    forward = FusedBlock.forward
-    monkeypatch.setattr(FusedBlock, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k))
-    return ran
+    return watched(monkeypatch, FusedBlock, "forward", lambda block, *_, **options: block)
 
 
 def forms(model: Any) -> list[list[str]]:
@@ -208,13 +204,8 @@ def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
 
 def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
     calls = []
-
-    def seen(owner, name):
-        inner = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda x, weights, *rest: calls.append((name, len(weights))) or inner(x, weights, *rest))
-
-    seen(fused_forms, "projected")
-    seen(fused_parts, "gated_projection")
+    for owner, name in ((fused_forms, "projected"), (fused_parts, "gated_projection")):
+        watched(monkeypatch, owner, name, lambda x, weights, *_, name=name: calls.append((name, len(weights))))
     model = packed("qwen3")
     fused_view(model)
     calls.clear()

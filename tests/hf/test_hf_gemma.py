@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from rounded_cache import packed_and_plain, rounded_cache
-from tiny_models import LLAMA, VOCAB
+from tiny_models import LLAMA, VOCAB, left_padding
 
 import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
@@ -94,8 +94,7 @@ def model_of(build: Any) -> Any:
 def prompt(length: int, image: bool, model: Any) -> dict[str, torch.Tensor]:
     """Two prompts, one padded on the left; with an image of `PATCHES` tokens in each."""
     ids = torch.randint(3, IMAGE, (2, length), generator=torch.Generator().manual_seed(length))
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 0, 3)
     if not image:
         return {"input_ids": ids * mask, "attention_mask": mask}
     ids[0, 4:8] = ids[1, 7:11] = IMAGE
@@ -158,9 +157,11 @@ def test_a_later_turn_with_an_image() -> None:
         for model, past in ((packed, cache), (plain, rounded)):
             held = int(past.get_seq_length())
             ids = torch.cat([torch.ones(2, held, dtype=torch.long), inputs["input_ids"]], 1)
-            mask = torch.cat([torch.ones(2, held, dtype=torch.long), torch.ones_like(inputs["attention_mask"])], 1)
-            mask[1, :3] = 0
-            new = {"input_ids": ids[:, held:], "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long()}
+            new = {
+                "input_ids": ids[:, held:],
+                "attention_mask": left_padding(ids, 0, 3),
+                "mm_token_type_ids": (ids == IMAGE).long(),
+            }
             pictures = {name: inputs[name] for name in ("pixel_values", "image_position_ids")}
             logits.append(model(**new, **pictures, past_key_values=past).logits)
     assert (logits[0] - logits[1]).abs().max() < 2e-2 * logits[1].std()

@@ -15,7 +15,7 @@ import torch
 import transformers as tf
 from families import tiny_model
 from rounded_cache import rounded_cache
-from tiny_models import VOCAB
+from tiny_models import VOCAB, left_padding
 
 import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
@@ -133,8 +133,7 @@ LEFT_OUT = {
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask) of two prompts of 21 and 18 tokens, padded on the left."""
     ids = torch.randint(1, VOCAB, (2, 21), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 0, 3)
     return ids * mask, mask
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_hf_recovery import feed
+from tiny_models import left_padding
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument
@@ -71,9 +72,13 @@ def test_another_text_needs_an_empty_cache(build, prompt, tokens, padding, loop)
     model = hf.quantize(build("llama"), keys="int8", values="int8")
     cache, ids = hf.PackedCache(model, 64, keys="int8", values="int8"), prompt(2, tokens, 3)
     feed(model, prompt(2, 25), cache, (25,))
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "past_key_values": cache, **loop}
+    options = {
+        "attention_mask": left_padding(ids, padding),
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "past_key_values": cache,
+        **loop,
+    }
     with pytest.raises(InvalidArgument, match=rf"holds 25 tokens, and the text .* has {tokens}: .* reset\(\)"):
         model.generate(ids, **options)
     cache.reset()

@@ -35,6 +35,7 @@ from halfbyte.memory import quantized_bytes
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.quantize import quantize
 from saved_folders import configure, same
+from watched import watched
 
 #: Families with experts that transformers does not call through its interface.
 CALLED = ("llama4_text", "longcat_flash", "jetmoe")
@@ -208,14 +209,7 @@ def test_routers_stay_with_all_of_their_layers(family: str, router: str) -> None
 
 def test_only_the_experts_that_are_hit_are_read(monkeypatch: Any) -> None:
     """Llama 4 hands the rows of all experts to all of them; LongCat's identities are not read at all."""
-    called: list[torch.Tensor] = []
-    forward = QuantExperts.forward
-
-    def spy(self: QuantExperts, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor | None = None) -> torch.Tensor:
-        called.append(ids)
-        return forward(self, x, ids, gates)
-
-    monkeypatch.setattr(QuantExperts, "forward", spy)
+    called = watched(monkeypatch, QuantExperts, "forward", lambda layer, x, ids, gates=None: ids)
     rows = torch.randn(4, 3, 64)
     for token, hit in enumerate(([0, 2], [3, 1], [2])):
         rows[[e for e in range(4) if e not in hit], token] = 0

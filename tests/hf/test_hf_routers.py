@@ -28,6 +28,7 @@ from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.routers import FusedRouter, Routers
 from halfbyte.hf.structure import Call
 from halfbyte.reference.route import Routing
+from watched import watched
 
 CACHE = {"keys": "int8", "values": "int4_g32"}
 SUM, SIGMOID = Routing(2, "softmax", 1e-20), Routing(2, "sigmoid", 1e-20)
@@ -68,9 +69,7 @@ def tokens(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 @pytest.mark.slow(sample=6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_by_fused_routers(family: str, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[FusedRouter] = []
-    forward = FusedRouter.forward
-    monkeypatch.setattr(FusedRouter, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k))
+    ran = watched(monkeypatch, FusedRouter, "forward")
     model, ids = hf.quantize(tiny_model(family), **CACHE), prompt(2)
     fused = fused_routers(model)
     assert {router.routing for router in fused} == {FAMILIES[family]}

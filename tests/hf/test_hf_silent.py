@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_model
-from tiny_models import LLAMA, SIZES, before
+from tiny_models import LLAMA, SIZES, before, left_padding
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import configuration_utils
 from transformers.quantizers import auto
@@ -211,8 +211,7 @@ def longrope(config, **options):
 @pytest.mark.parametrize(("config", "options"), [(tf.Phi3Config, {}), (tf.PhimoeConfig, {"num_local_experts": 4})])
 def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy, rounded, monkeypatch):
     model, ids = longrope(config, sliding_window=None, **options), prompt(2, tokens)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 0, 3)
     with monkeypatch.context() as patch:  # transformers drops a cache that is given: its own one must round
         patch.setattr(DynamicLayer, "update", type(rounded(model).layers[0]).update)
         patch.setattr(DynamicLayer, "fmt", "bf16", raising=False)
@@ -317,8 +316,7 @@ def test_a_packed_cache_refuses_rows_of_several_texts(family, build, prompt):
         model.generate(ids, position_ids=positions, max_new_tokens=2)
     with torch.no_grad(), pytest.raises(Unsupported, match="cu_seq_lens_q"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 8, 20]), past_key_values=hf.PackedCache(model, 64))
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    mask = left_padding(ids, 5)
     padded = (mask.cumsum(-1) - 1).clamp_min(0)  # five times 0: padding is no text
     with torch.no_grad():
         logits = model(ids, position_ids=padded, attention_mask=mask, past_key_values=hf.PackedCache(model, 64)).logits
@@ -342,8 +340,7 @@ def test_packed_forwards_refuse_router_logits(prompt):
 def test_packed_forwards_name_what_they_pass(family, prompt):
     """Arguments of forwards are in orders of their own: GPT-2's second one is a cache, Emu3's are images."""
     model, ids = tiny_model(family), prompt(2, 37)
-    mask = torch.ones_like(ids)
-    mask[0, :19] = 0
+    mask = left_padding(ids, 19)
     order = [*inspect.signature(model.forward).parameters]
     by_place = [{"input_ids": ids, "attention_mask": mask}.get(name) for name in order[: order.index("attention_mask") + 1]]
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from tiny_models import left_padding
 
 import halfbyte.hf as hf
 from command_line import refusal, run
@@ -49,8 +50,7 @@ def quantized(case: str) -> Any:
 
 def call(model: Any, batch: int, tokens: int, new: int = 3, padding: int = 0, **options: Any) -> None:
     ids = torch.ones(batch, tokens, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
+    mask = left_padding(ids, padding)
     model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
 

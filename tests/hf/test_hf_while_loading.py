@@ -14,6 +14,7 @@ from halfbyte.hf.quantizer import QuantizeWhileLoading
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.paths import shipped_model
 from saved_folders import configure, same
+from watched import watched
 
 OPTIONS = {"weights": "int4_sym_g32", "keys": "int8", "values": "int4_g32", "rotate_keys": True, "skip_layers": (0,)}
 pytestmark = pytest.mark.filterwarnings("ignore:halfbyte. .* stay in 16 bits")
@@ -94,13 +95,11 @@ def test_one_layer_at_a_time_is_in_16_bits(build, tmp_path, monkeypatch):
     config = tf.LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=12, num_attention_heads=2)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
-    held, convert = [], QuantizeWhileLoading.convert
 
-    def watched(self, input_dict, *, model, **kwargs):
-        held.append(sum(p.nbytes for p in (*model.parameters(), *(t.owner.weight for t in self.targets.values())) if not p.is_meta))
-        return convert(self, input_dict, model=model, **kwargs)
+    def nbytes(self, read, *, model, **options):
+        return sum(p.nbytes for p in (*model.parameters(), *(t.owner.weight for t in self.targets.values())) if not p.is_meta)
 
-    monkeypatch.setattr(QuantizeWhileLoading, "convert", watched)
+    held = watched(monkeypatch, QuantizeWhileLoading, "convert", nbytes)
     made = read(tmp_path / "plain", weights="int4_g128")
     whole, packed = (sum(p.nbytes for p in m.parameters()) for m in (model, made))
     assert len(held) == 7 * 12

@@ -22,6 +22,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.studies import int8_granularity as gran
 from halfbyte_lab.studies import int8_splitk as splitk
+from watched import watched
 
 # ---------------------------------------------------------------------------------------------------------------- int8-splitk
 
@@ -54,9 +55,7 @@ def test_splitk_on_a_cpu_runs_every_problem_and_cuts_nothing() -> None:
 
 
 def test_splitk_has_queries_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    right = splitk.attend
-    monkeypatch.setattr(splitk, "attend", lambda q, cache, impl: seen.append(q.dtype) or right(q, cache, impl))
+    seen = watched(monkeypatch, splitk, "attend", lambda q, *_, **options: q.dtype)
     job = splitk.AttendJob(small(splitk.HALF), baselines=True, half=True)
     measured = quick().run([job])
     assert not any(r.refused for r in measured)

@@ -12,7 +12,6 @@ from benches import CPU, GPU
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
 import halfbyte.hf as hf
-from halfbyte.reference.experts import ExpertsCall
 from halfbyte_lab import model_step
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.records import Record
@@ -20,6 +19,7 @@ from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.model_sizes import SIZES
 from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, Formats, Steps, checked
 from halfbyte_lab.studies import step
+from watched import watched
 
 #: Cases of one rank.
 ONE_RANK = [case.name for case in step.CASES if case.ranks == 1]
@@ -58,15 +58,10 @@ def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     config = GptOssConfig(**sizes, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, vocab_size=96)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     hf.quantize(model, **case.formats.options)
-    judged, right = [], step.run
-
-    def watched(call: ExpertsCall, impl: str) -> torch.Tensor:
-        judged.append(call)
-        return right(call, impl)
-
-    monkeypatch.setattr(step, "run", watched)
+    right = step.run
+    judged = watched(monkeypatch, step, "run")
     step.judge(case, model)
-    assert [call.gates is None for call in judged] == [True, False] * 2  # both projections of a layer with a window, and without
+    assert [call.gates is None for call, _ in judged] == [True, False] * 2  # both projections of a layer with a window, and without
     monkeypatch.setattr(step, "run", lambda call, impl: 1.1 * right(call, impl))
     with pytest.raises(BenchmarkRefused, match=r"m-2: QuantExperts\("):
         step.judge(case, model)
