@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from halfbyte import cli
+from halfbyte.doctor import diagnose
+
+#: What the doctor finds here: small calls of every op take seconds.
+diagnosis = functools.cache(diagnose)
 
 
 def run(*arguments: str, command: Callable[[list[str]], Any] = cli.main) -> int:

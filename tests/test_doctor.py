@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import halfbyte
+from command_line import diagnosis
 from halfbyte import device, doctor
 
 
 def test_it_finds_what_is_here() -> None:
-    found = doctor.diagnose()
+    found = diagnosis()
     assert found.versions["torch"].startswith("2.")
     assert found.versions["halfbyte"] == halfbyte.__version__
     assert "threads" in found.machine["cpu"]
@@ -33,6 +34,7 @@ def test_it_finds_what_is_here() -> None:
 def test_a_wrong_kernel_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     right = halfbyte.linear
     monkeypatch.setattr(halfbyte, "linear", lambda x, w, impl: right(x, w, impl=impl) + (impl == "auto"))
+    monkeypatch.setattr("halfbyte.formats.WEIGHT_FORMATS", {"nf4": halfbyte.WEIGHT_FORMATS["nf4"]})
     found = doctor.diagnose()
     assert "auto: WRONG, " in found.ops["linear"]
     assert any("linear failed" in problem for problem in found.problems)
