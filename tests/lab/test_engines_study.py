@@ -12,6 +12,7 @@ from halfbyte_lab.cases import engine_step
 from halfbyte_lab.cases.engine_step import Dense, Packed, Requests, Step
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.studies import engines
+from watched import watched
 
 MIXED = Requests(3, 20, prompt=6, past=15)
 
@@ -45,11 +46,7 @@ def test_it_runs_on_a_cpu(requests: Requests) -> None:
 
 
 def test_what_is_said_of_deterministic_batch_ran_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    right = engine_step.attention_varlen
-    monkeypatch.setattr(
-        engine_step, "attention_varlen", lambda *args, **kw: asked.append(kw["deterministic_batch"]) or right(*args, **kw)
-    )
+    asked = watched(monkeypatch, engine_step, "attention_varlen", lambda *_, deterministic_batch, **options: deterministic_batch)
     for name, expected in ((engines.ATTENTION, {False}), (engines.INVARIANT, {True})):
         asked.clear()
         assert quick(pattern=f"int8 halfbyte {name}$").run([engines.StepJob(MIXED)])

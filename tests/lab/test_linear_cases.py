@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -379,12 +380,11 @@ def test_one_launch_for_three_is_measured() -> None:
 
 
 def test_one_launch_that_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = halfbyte.qkv_projection, 0
+    right, calls = halfbyte.qkv_projection, count()
 
-    def mutant(x: torch.Tensor, weights: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        nonlocal calls
-        calls += 1
-        return tuple(y + (calls > 2) for y in right(x, weights, **options))  # a CPU has a rotation of two
+    def mutant(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        wrong = next(calls) > 1  # a CPU has a rotation of two
+        return tuple(y + wrong for y in right(*args, **options))
 
     monkeypatch.setattr(halfbyte, "qkv_projection", mutant)
     three, _, one = qkv_cases.FusedJob(SHAPE, "auto", (1,)).measure(quick(pattern="nf4"))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,14 +208,8 @@ def test_a_mutant_of_attention_is_refused_by_every_bench(monkeypatch: pytest.Mon
 
 
 def test_what_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = halfbyte.decode_attention, 0
-
-    def mutant(q: torch.Tensor, cache: halfbyte.KVCache, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return right(q, cache, **options) + (calls > 1)
-
-    monkeypatch.setattr(halfbyte, "decode_attention", mutant)
+    right, calls = halfbyte.decode_attention, count()
+    monkeypatch.setattr(halfbyte, "decode_attention", lambda *a, **k: right(*a, **k) + (next(calls) > 0))
     (record,) = quick(pattern="halfbyte").run(decode.cases(quick(), [DecodeShape(2, 4, 2, 32, 24)], ["int8"]))
     assert record.seconds is None
     assert "as it was timed" in record.refused
