@@ -10,6 +10,7 @@ import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -138,10 +139,7 @@ def test_formats_that_nobody_named_are_those_of_hf_quantize(monkeypatch: pytest.
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr("halfbyte.doctor.diagnose", fail)
+    monkeypatch.setattr("halfbyte.doctor.diagnose", Mock(side_effect=ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(["doctor"])
 
@@ -451,10 +449,7 @@ def test_what_is_known_before_a_model_is_loaded_is_checked_before(
 
 
 def test_more_tokens_than_positions_are_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
-        raise halfbyte.HalfbyteError("loads now")
-
-    monkeypatch.setattr("halfbyte_lab.evals.model.model_of", stop)
+    monkeypatch.setattr("halfbyte_lab.evals.model.model_of", Mock(side_effect=halfbyte.HalfbyteError("loads now")))
     for length, noted in (("1024", False), ("999999", True)):
         assert run("eval", "demo", "--length", length) == 1
         assert ("note: 999,999 tokens are more than" in capsys.readouterr().err) is noted

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -199,11 +200,7 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "deep" / "report.html"
     assert Report("first").write(path) == path
     before = path.read_text()
-
-    def fail(*_: object) -> None:
-        raise OSError("disk gone")
-
-    monkeypatch.setattr("os.replace", fail)
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError("disk gone")))
     with pytest.raises(OSError, match="disk gone"):
         Report("second").write(path)
     assert path.read_text() == before

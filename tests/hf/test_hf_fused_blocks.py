@@ -12,6 +12,7 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -274,13 +275,9 @@ def test_a_block_is_fused_if_it_gives_the_numbers_whoever_wrote_it():
 @pytest.mark.parametrize("name", ["readings", "structure_of"])
 def test_memory_that_is_short_decides_nothing(name, prompt, monkeypatch):
     """It is raised, and the next call fuses the blocks."""
-
-    def fails(*args: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     model, ids = packed("llama"), prompt(1)
     with monkeypatch.context() as patch:
-        patch.setattr(fused_blocks, name, fails)
+        patch.setattr(fused_blocks, name, Mock(side_effect=torch.OutOfMemoryError("no room")))
         with pytest.raises(torch.OutOfMemoryError):
             fused_view(model)
     assert tokens(model, ids) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,11 +140,7 @@ def test_what_an_earlier_process_compiled_is_not_rehearsed(pretend: Any, tmp_pat
 def test_where_the_rehearsal_fails_launches_compile(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantized("int4")
     pretend(model)
-
-    def fails(*args: Any) -> None:
-        raise RuntimeError("other inputs")
-
-    monkeypatch.setattr(rehearsal._Rehearsal, "run", fails)
+    monkeypatch.setattr(rehearsal._Rehearsal, "run", Mock(side_effect=RuntimeError("other inputs")))
     with pytest.warns(UserWarning, match="one by one, and not ahead: other inputs"):
         call(model, 1, 20)
     assert not parallel._begun

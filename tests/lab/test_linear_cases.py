@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -163,10 +164,7 @@ def test_the_filter_leaves_layers_out_before_their_data_is_made(monkeypatch: pyt
 
 
 def test_weights_that_cannot_be_made_leave_their_bars_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(halfbyte, "quantize", fail)
+    monkeypatch.setattr(halfbyte, "quantize", Mock(side_effect=RuntimeError("out of memory")))
     measured = list(linear_cases.LayerJob(SMALL, ("auto",)).measure(quick(pattern="int4_sym")))
     assert [r.case for r in measured] == ["64 x 256, 1 row", "64 x 256, 4 rows"]
     assert all("out of memory" in r.refused and r.bars[0].value is None for r in measured)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -221,12 +222,9 @@ def test_the_roof_is_measured_once_for_each_size() -> None:
 
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
-    def stop() -> list[Candidate]:
-        raise KeyboardInterrupt
-
     s = quick(output=tmp_path / "r.jsonl")
     first = decode.cases(s, [decode.DecodeShape(1, 4, 2, 64, 32)], ["int8"])
-    measured = s.run([*first, Case("op", "interrupted", {}, stop), *first])
+    measured = s.run([*first, Case("op", "interrupted", {}, Mock(side_effect=KeyboardInterrupt)), *first])
     assert s.interrupted
     assert len(measured) == 3
     assert records.read(tmp_path / "r.jsonl").records == measured
@@ -510,11 +508,7 @@ def test_what_a_graph_reads_lives_as_long_as_its_sampler(monkeypatch: pytest.Mon
 
 def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
-
-    def refuse(graph: object, capture_error_mode: str) -> None:
-        raise Unsupported("no kernel yet")
-
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=Unsupported("no kernel yet")))
     sampler = make_sampler("x", Work([int]), GPU, BRIEF)
     assert "not captured (no kernel yet)" in sampler.method
     assert sampler.run() == [0]
@@ -566,11 +560,10 @@ def test_one_failing_case_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) 
             raise RuntimeError("no such kernel")
         return decode.attend(q, cache, impl)
 
-    def stop() -> list[Candidate]:
-        raise ZeroDivisionError("oh")
-
     monkeypatch.setattr(decode_cases, "attend", broken)
-    measured = quick().run([job(small(), "int8", "int4"), Case("op", "case", {}, stop), job(small(), "int4")])
+    measured = quick().run(
+        [job(small(), "int8", "int4"), Case("op", "case", {}, Mock(side_effect=ZeroDivisionError("oh"))), job(small(), "int4")]
+    )
     assert [(r.formats, bool(r.seconds)) for r in measured] == [
         ("int8", False),
         ("int8", False),
