@@ -249,13 +249,8 @@ def test_a_refused_append_by_slot_changes_nothing() -> None:
 )  # fmt: skip
 def test_appends_by_slot_that_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
     keys, values = pages_of(engine.PageLayout("int8", "int4", 64))
-    right = {
-        "k": torch.zeros(3, 2, 64),
-        "v": torch.zeros(3, 2, 64),
-        "keys": keys,
-        "values": values,
-        "slot_mapping": torch.arange(3),
-    }
+    k, v = torch.zeros(2, 3, 2, 64)
+    right = {"k": k, "v": v, "keys": keys, "values": values, "slot_mapping": torch.arange(3)}
     with pytest.raises(error, match=message):
         engine.append_slots(**right | given)
     engine.append_slots(**right)

@@ -39,10 +39,8 @@ def test_a_rank_of_eight() -> None:
     rank = ONE_OF_EIGHT
     assert (rank.q_heads, rank.kv_heads, rank.ffn, rank.vocabulary) == (8, 1, 3584, 4000)
     assert rank.cache_bytes(1, 1, "bf16") == 2 * 2 * 128
-    assert (rank.cache_bytes(1, 1, "int4"), rank.cache_bytes(1, 1, "int4_g32")) == (
-        2 * 68,
-        2 * 80,
-    )  # as the published kernel's rows
+    # As the published kernel's rows.
+    assert (rank.cache_bytes(1, 1, "int4"), rank.cache_bytes(1, 1, "int4_g32")) == (2 * 68, 2 * 80)
     assert rank.layer_bytes(fp8=True) == 2 * 8192 * (1280 + 1024) + 3 * 8192 * 3584
 
 

@@ -31,16 +31,8 @@ def test_it_runs_on_a_cpu(requests: Requests) -> None:
     expected = [(formats, f"halfbyte {part}") for formats in engines.FORMATS[1:] for part in ours]
     assert [(r.formats, r.implementation) for r in measured] == [*expected, ("bf16", "torch sdpa")]
     assert all(r.seconds and r.error is not None and not r.refused for r in measured)
-    assert measured[0].shape == {
-        "B": requests.decodes,
-        "T": 20,
-        "L": requests.prompt,
-        "P": requests.past,
-        "page": 16,
-        "Hq": 2,
-        "H": 1,
-        "D": 64,
-    }
+    sizes = {"B": requests.decodes, "T": 20, "L": requests.prompt, "P": requests.past}
+    assert measured[0].shape == {**sizes, "page": 16, "Hq": 2, "H": 1, "D": 64}
     tokens = 2 * 20 if not requests.prompt else 3 * 20 + 21
     assert measured[0].nbytes == tokens * (64 + 2 + 32 + 2 * 2 * 2)  # int8 and its scale; int4 with two scales and offsets
 

@@ -111,18 +111,9 @@ def test_splitk_tells_what_a_program_takes_of_an_sm() -> None:
 
 def made(problem: DecodeCase, name: str, seconds: float, **sizes: int) -> Record:
     shape = {**problem.shape.sizes, **sizes}
-    common = {"seconds": seconds, "p10": seconds, "p90": seconds, "error": 1e-3, "case": problem.name, "method": "cuda graph"}
-    return Record(
-        splitk.OP,
-        shape,
-        splitk.FORMAT,
-        name,
-        2_097_152,
-        WHERE,
-        roof_gb_per_s=1000.0,
-        roof_share=0.5,
-        **common,  # type: ignore[arg-type]
-    )
+    times = {"seconds": seconds, "p10": seconds, "p90": seconds, "error": 1e-3, "roof_gb_per_s": 1000.0, "roof_share": 0.5}
+    known: dict[str, Any] = {**times, "case": problem.name, "method": "cuda graph"}
+    return Record(splitk.OP, shape, splitk.FORMAT, name, 2_097_152, WHERE, **known)
 
 
 # ----------------------------------------------------------------------------------------------------------- int8-granularity

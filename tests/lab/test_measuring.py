@@ -561,16 +561,10 @@ def test_one_failing_case_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) 
         return decode.attend(q, cache, impl)
 
     monkeypatch.setattr(decode_cases, "attend", broken)
-    measured = quick().run(
-        [job(small(), "int8", "int4"), Case("op", "case", {}, Mock(side_effect=ZeroDivisionError("oh"))), job(small(), "int4")]
-    )
-    assert [(r.formats, bool(r.seconds)) for r in measured] == [
-        ("int8", False),
-        ("int8", False),
-        ("int4", True),
-        ("", False),
-        ("int4", True),
-    ]
+    stops = Case("op", "case", {}, Mock(side_effect=ZeroDivisionError("oh")))
+    measured = quick().run([job(small(), "int8", "int4"), stops, job(small(), "int4")])
+    expected = [("int8", False), ("int8", False), ("int4", True), ("", False), ("int4", True)]
+    assert [(r.formats, bool(r.seconds)) for r in measured] == expected
     assert "no such kernel" in measured[1].refused
     assert measured[3].refused == "case: ZeroDivisionError: oh"
 
@@ -628,19 +622,9 @@ def measured_case(seconds: float = 34.9e-6) -> Record:
     shape = decode.DecodeShape(128, 8, 1, 128, 8192).sizes
     base = Record("decode_attention", shape, "int4", "halfbyte auto", 142_606_336, record().environment)
     verdicts = judge(targets.targets_of("batch 128 x 8,192", "int4"), {"roof_share": 0.956, "times_16_bit": 3.2})
-    return dataclasses.replace(
-        base,
-        seconds=seconds,
-        p10=seconds,
-        p90=seconds,
-        case="batch 128 x 8,192",
-        alone=37e-6,
-        paired=seconds,
-        roof_share=0.956,
-        peer="torch sdpa cudnn",
-        peer_seconds=126e-6,
-        bars=verdicts,
-    )
+    times = {"seconds": seconds, "p10": seconds, "p90": seconds, "alone": 37e-6, "paired": seconds, "peer_seconds": 126e-6}
+    known = {"case": "batch 128 x 8,192", "roof_share": 0.956, "peer": "torch sdpa cudnn", "bars": verdicts}
+    return dataclasses.replace(base, **times, **known)  # type: ignore[arg-type]
 
 
 def test_records_of_bars_come_back(tmp_path: Path) -> None:

@@ -101,13 +101,8 @@ def test_the_latest_record_of_each_thing_is_kept() -> None:
     old, new, other = rec(seconds=1.0), rec(seconds=2.0, environment=later), rec("int8", 3.0)
     assert latest([new, old, other]) == [new, other]
     assert latest([old, rec(seconds=4.0)]) == [rec(seconds=4.0)]  # of one run the last
-    apart = [
-        rec(environment=CPU),
-        rec(),
-        rec(environment=dataclasses.replace(CPU, threads=1)),
-        rec(study="int4-gqa"),
-        rec(case="x"),
-    ]
+    machines = [rec(environment=CPU), rec(), rec(environment=dataclasses.replace(CPU, threads=1))]
+    apart = [*machines, rec(study="int4-gqa"), rec(case="x")]
     assert latest(apart) == apart
 
 

@@ -116,14 +116,8 @@ def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launches_by_kind() -> None:
-    kernels = {
-        "129 x linear": 1e-3,
-        "32 x decode": 3e-4,
-        "32 x append_tokens": 1e-4,
-        "64 x add_norm": 2e-4,
-        "32 x gated": 5e-5,
-        "7 x copy": 1e-5,
-    }
+    kernels = {"129 x linear": 1e-3, "32 x decode": 3e-4, "32 x append_tokens": 1e-4, "64 x add_norm": 2e-4}
+    kernels |= {"32 x gated": 5e-5, "7 x copy": 1e-5}
     record = Record("generate", {"B": 1}, "f", "halfbyte, fused blocks", 10**9, Session(Options(), CPU).environment, seconds=2e-3)
     traced = replace(record, kernels=kernels, roof_share=0.5, case="8b-1", note="first token 101.5 ms")
     found = {kind: round(us) for kind, us in step.kinds(traced).items()}
