@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import shutil
@@ -92,8 +91,6 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the shipped model with a chat template."""
-    import shutil
-
     from halfbyte.paths import shipped_model
 
     folder = tmp_path_factory.mktemp("chat") / "model"
@@ -108,26 +105,12 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the shipped model with drawn layers of GPTQ."""
     import transformers
-    from safetensors.torch import save_file
 
-    from checkpoint_files import draw
-    from halfbyte.hf.weights import linear_size
     from halfbyte.paths import shipped_model
+    from saved_folders import blocks, write
 
     folder = tmp_path_factory.mktemp("models") / "gptq"
-    model = transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
-    state = {name: t for name, t in model.state_dict().items() if not name.startswith("lm_head")}
-    drawn = None
-    for seed, (name, module) in enumerate(model.model.layers.named_modules()):
-        if (size := linear_size(module)) is not None:
-            drawn = draw("gptq v1", *size, seed)
-            state.pop(f"model.layers.{name}.weight")
-            state |= {f"model.layers.{name}.{part}": t for part, t in drawn.tensors.items()}
-    assert drawn is not None
-    model.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": drawn.config}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    write(transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32), folder, blocks("gptq v1"))
     for file in shipped_model().glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder

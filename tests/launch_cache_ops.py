@@ -360,9 +360,7 @@ APPEND_SLOTS = Suite(
         "k for v": lambda: dict.fromkeys(("k", "v"), bf16(2, 2, 64)),
         "cosines for sines": lambda: {"rope": (torch.rand(2, 32),) * 2},
     },
-    bad={
-        "a rope of one": ({"rope": (torch.zeros(2, 32),)}, "rope is"),
-    },
+    bad={"a rope of one": ({"rope": (torch.zeros(2, 32),)}, "rope is")},
     results=APPEND.results,
     first="k",
     gradients=("q",),
@@ -414,9 +412,7 @@ LINEAR = Suite(
         "a bias not contiguous": lambda: {"bias": bf16(128)[::2]},
     },
     aliased={},
-    bad={
-        "a bias too long": ({"bias": bf16(65)}, "bias has shape"),
-    },
+    bad={"a bias too long": ({"bias": bf16(65)}, "bias has shape")},
     results=lambda given: [((*given["x"].shape[:-1], given["weight"].shape[0]), given["x"].dtype)],
     first="x",
     gradients=("x", "bias"),
@@ -426,10 +422,7 @@ PROJECTIONS = replace(
     full=lambda: multiplied("int4_g64", "nvfp4", "nf4"),
     run=lambda **given: qkv_projection(**given),
     plain=lambda: {"x": bf16(4, 1024), "weights": (weight(), weight(), weight())},
-    options={
-        **{name: fused(*of) for name, of in SHAPES.items()},
-        "all": lambda: {"biases": (bf16(64), bf16(64), bf16(64))},
-    },
+    options={**{name: fused(*of) for name, of in SHAPES.items()}, "all": lambda: {"biases": (bf16(64), bf16(64), bf16(64))}},
     unstored={
         **{
             name: given for name, given in LINEAR.unstored.items() if name in ("x not contiguous", "x not aligned", "row_invariant")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte import cli
+from command_line import run
 from halfbyte import settings as defaults
 from halfbyte.device import Datasheet, datasheet_name, describe
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
@@ -239,8 +239,7 @@ def test_a_folder_of_our_own_tells_its_formats(tmp_path: Path, capsys: pytest.Ca
     for refused in (lambda: advise(model, weights="mxfp4"), lambda: estimate(model, weights="mxfp4")):
         with pytest.raises(InvalidArgument, match=r"weights='mxfp4', .* stored as int8_col, nf4"):
             refused()
-    with pytest.raises(SystemExit):
-        cli.main(["memory", model])
+    assert run("memory", model) == 0
     assert "mixed weights" in " ".join(capsys.readouterr().out.split())
 
 
@@ -272,10 +271,7 @@ def test_quantized_models_need_their_format(tmp_path: Path) -> None:
     assert "--weights" not in command(found, found.choices[1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "said"),
-    [("deepseek_v32", Unsupported, "latents"), ("mamba", Unsupported, "recurrent")],
-)
+@pytest.mark.parametrize(("kind", "error", "said"), [("deepseek_v32", Unsupported, "latents"), ("mamba", Unsupported, "recurrent")])
 def test_models_without_a_packed_cache_are_refused(tmp_path: Path, kind: str, error: type[Exception], said: str) -> None:
     transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(error, match=said):
@@ -308,16 +304,13 @@ def test_gpus_by_the_driver_s_name(name: str, entry: str | None) -> None:
 
 @pytest.mark.parametrize(("gpu", "shown"), [("24GB", False), ("h200", True)])
 def test_steps_are_told_where_the_bandwidth_is_known(gpu: str, shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["advise", "demo", "--gpu", gpu])
-    assert not done.value.code
+    assert run("advise", "demo", "--gpu", gpu) == 0
     table, _, legend = capsys.readouterr().out.partition("batch: ")
     assert ("step" in table) is ("step: the least time of a decode step" in " ".join(legend.split())) is shown
 
 
 def test_large_sizes_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["advise", "demo", "--gpu", "h200", "--batch", "4096", "--context", "1M"])
+    assert run("advise", "demo", "--gpu", "h200", "--batch", "4096", "--context", "1M") == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16")]
     assert row.split()[2] == f"{4096 * 2**20 * 3072 / 1e9:,.0f}"
     assert "e+" not in row
@@ -326,16 +319,14 @@ def test_large_sizes_are_written_out(capsys: pytest.CaptureFixture[str]) -> None
 def test_columns_that_do_not_fit_are_shown_if_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     for options, shown in (((), False), (("--wide",), True)):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main(["advise", "demo", "--gpu", "h200", *options])
+        assert run("advise", "demo", "--gpu", "h200", *options) == 0
         table, _, _ = capsys.readouterr().out.partition("batch: ")
         assert ("step ms" in " ".join(table.partition("--wide")[0].split())) is shown
         assert ("--wide also shows" in table) is not shown
 
 
 def test_weights_that_are_given_save_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["advise", "demo", "--gpu", "24GB", "--weights", "int8_col"])
+    assert run("advise", "demo", "--gpu", "24GB", "--weights", "int8_col") == 0
     said = capsys.readouterr().out
     assert re.search(r"Take \w+ keys and \w+ values: [\d.]+ MB of cache less than in 16 bits \(", " ".join(said.split()))
 
@@ -432,11 +423,10 @@ def test_suite_and_advise_from_the_command_line(tmp_path: Path, capsys: pytest.C
     """Of the first layer of the shipped model: every setting quantizes its weights and searches their clip."""
     file, model = tmp_path / "card.json", str(tmp_path / "one layer")
     transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), num_hidden_layers=1).save_pretrained(model)
-    with pytest.raises(SystemExit) as done:
-        cli.main(
-            ["eval", model, "--suite", "--windows", "1", "--length", "32", "--long", "96", "--card", str(file), "--dtype", "fp16"]
-        )
-    assert not done.value.code
+    assert (
+        run("eval", model, "--suite", "--windows", "1", "--length", "32", "--long", "96", "--card", str(file), "--dtype", "fp16")
+        == 0
+    )
     made = read_card(file)
     assert made.windows == (1, 32)
     assert made.dtype == "fp16"
@@ -444,8 +434,6 @@ def test_suite_and_advise_from_the_command_line(tmp_path: Path, capsys: pytest.C
     assert "| fp16 + fp16 |" in file.with_suffix(".md").read_text()
     assert sum("long_context" in r for r in made.results) == 9
     capsys.readouterr()
-    with pytest.raises(SystemExit) as done:
-        cli.main(["advise", model, "--card", str(file), "--gpu", "24GB", "--json"])
-    assert not done.value.code
+    assert run("advise", model, "--card", str(file), "--gpu", "24GB", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["choices"][1]["evidence"]["change"] == made.results[1]["change"]

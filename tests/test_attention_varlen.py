@@ -34,8 +34,7 @@ def test_a_mixed_batch(options: str, dtype: torch.dtype, impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize(
-    ("keys", "values"),
-    [(name, list(engine.PAGE_FORMATS)[3 - i]) for i, name in enumerate(engine.PAGE_FORMATS)],
+    ("keys", "values"), [(name, list(engine.PAGE_FORMATS)[3 - i]) for i, name in enumerate(engine.PAGE_FORMATS)]
 )
 def test_every_format(keys: str, values: str, impl: str) -> None:
     batch_of(MIXED, keys, values, dim=64, value_dim=128, rotate_keys="int4" in keys).check(impl)

@@ -288,10 +288,7 @@ def test_scales_of_zero_below_zero_and_of_tiny_rows(kind: str, factor: float, tm
     assert (values[0, :block] == 0).all() == (factor == 0)
 
 
-@pytest.mark.parametrize(
-    ("make", "part", "reach"),
-    [(awq, "scales", 15), (gptq, "scales", 255), (compressed, "weight_scale", 255)],
-)
+@pytest.mark.parametrize(("make", "part", "reach"), [(awq, "scales", 15), (gptq, "scales", 255), (compressed, "weight_scale", 255)])
 def test_a_scale_is_as_large_as_its_codes_allow(make: Any, part: str, reach: int, tmp_path: Path) -> None:
     drawn, most = make(8, 128, dtype=torch.float32), torch.finfo(torch.float32).max / reach
     drawn.tensors[part].view(-1)[0] = 0.999 * most

@@ -124,10 +124,7 @@ def test_bytes_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            lambda c: torch.zeros(2, 2, 16, c + 2, dtype=torch.uint8),
-            "a token and head; int8 keys of 64 and int4 values of 64 take",
-        ),
+        (lambda c: torch.zeros(2, 2, 16, c + 2, dtype=torch.uint8), "a token and head; int8 keys of 64 and int4 values of 64 take"),
         (lambda c: torch.zeros(2, 2, 16, c), "memory is torch.float32 .* expected uint8"),
         (lambda c: torch.zeros(2, 16, c, dtype=torch.uint8), r"memory is torch.uint8 \[2, 16, .* expected uint8"),
         (lambda c: [1], "memory is a list; expected uint8"),
@@ -252,13 +249,8 @@ def test_a_refused_append_by_slot_changes_nothing() -> None:
 )  # fmt: skip
 def test_appends_by_slot_that_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
     keys, values = pages_of(engine.PageLayout("int8", "int4", 64))
-    right = {
-        "k": torch.zeros(3, 2, 64),
-        "v": torch.zeros(3, 2, 64),
-        "keys": keys,
-        "values": values,
-        "slot_mapping": torch.arange(3),
-    }
+    k, v = torch.zeros(2, 3, 2, 64)
+    right = {"k": k, "v": v, "keys": keys, "values": values, "slot_mapping": torch.arange(3)}
     with pytest.raises(error, match=message):
         engine.append_slots(**right | given)
     engine.append_slots(**right)

@@ -22,6 +22,7 @@ from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.experts import experts_linear as reference
 from halfbyte.tensors import QuantTensor, expected_parts
+from watched import watched
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LEVELS = {"cpu": cpu, "reference": reference}
@@ -199,10 +200,10 @@ def test_the_second_projection_reads_ids_early(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_act_order_takes_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, ids, sizes, right = stack("int4_g32", 4, 12, 64, act_order=True), routed(7, 2, 4), list[int](), torch.gather
+    weight, ids, right = stack("int4_g32", 4, 12, 64, act_order=True), routed(7, 2, 4), torch.gather
     assert weight.perm is not None
     monkeypatch.setattr(one, "_INDICES", 3 * 2 * 64)
-    monkeypatch.setattr(torch, "gather", lambda x, *given, **more: sizes.append(len(x)) or right(x, *given, **more))
+    sizes = watched(monkeypatch, torch, "gather", lambda x, *_, **options: len(x))
     for x in (normal(7, 64), normal(7, 2, 64)):
         rows = x.unsqueeze(1) if x.ndim == 2 else x
         expected = right(rows.expand(7, 2, 64), 2, weight.perm.long()[ids])

@@ -39,16 +39,7 @@ from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor, expected_parts
 from sizes import head_dim
 
-CODES = {
-    "int8": INT8,
-    "e4m3": E4M3,
-    "int2": INT2,
-    "int4": INT4,
-    "int4_sym": INT4_SYM,
-    "e2m1": E2M1,
-    "nf4": NF4,
-    "fp4_bnb": BNB_FP4,
-}
+CODES = {"int8": INT8, "e4m3": E4M3, "int2": INT2, "int4": INT4, "int4_sym": INT4_SYM, "e2m1": E2M1, "nf4": NF4, "fp4_bnb": BNB_FP4}
 LEVELS = {
     "int8": [*range(128), *range(-128, 0)],
     "e4m3": decoders.e4m3(np.arange(256)).tolist(),
@@ -127,15 +118,9 @@ def test_every_code_means_what_the_format_says(name: str) -> None:
     real = ~np.isnan(expected)
     np.testing.assert_array_equal(np.signbit(code.codebook().numpy()[real]), np.signbit(expected[real]))
     np.testing.assert_array_equal(decode_unit(packed(code), code).numpy(), expected)
-
-
-@pytest.mark.parametrize("name", CODES)
-def test_the_cpu_level_decodes_every_code_alike(name: str) -> None:
-    code = CODES[name]
     out = torch.full((2**code.bits,), torch.nan)
-    unpack_into(out, packed(code), code)
-    real = ~torch.tensor(LEVELS[name]).isnan()
-    assert torch.equal(out[real], code.codebook()[real])
+    unpack_into(out, packed(code), code)  # as the cpu level decodes them
+    np.testing.assert_array_equal(out.numpy()[real], expected[real])
 
 
 @pytest.mark.parametrize("name", [name for name, code in CODES.items() if code.bits < 8])
@@ -148,15 +133,6 @@ def test_every_byte_holds_its_codes_lowest_bits_first(name: str) -> None:
     out = torch.full_like(expected, torch.nan)
     unpack_into(out, every, code)
     assert torch.equal(out, expected)
-
-
-def test_e4m3_has_its_landmarks() -> None:
-    levels = E4M3.codebook()
-    assert levels[0x7E] == 448
-    assert levels[0xFE] == -448
-    assert levels[0x01] == 2.0**-9
-    assert levels[0x38] == 1
-    assert levels.isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -218,16 +194,6 @@ def test_integer_ties_go_to_even(name: str) -> None:
     values = code.codebook()[encoded(x, code).int()]
     assert torch.equal(values, torch.tensor([round(v) for v in x.tolist()], dtype=torch.float32))
     assert not (values % 2).any()
-
-
-@pytest.mark.parametrize("name", CODES)
-def test_codes_saturate(name: str) -> None:
-    code = CODES[name]
-    levels = np.array(LEVELS[name])
-    top, bottom = np.nanmax(levels), max(np.nanmin(levels), -448 if name == "e4m3" else -127)
-    x = torch.tensor([1e30, -1e30, float(top) * 1.01 + 1, float(bottom) * 1.01 - 1])
-    found = levels[encoded(x, code).numpy()]
-    np.testing.assert_array_equal(found.astype(np.float32), np.array([top, bottom, top, bottom], np.float32))
 
 
 # --------------------------------------------------------------------------------------------------------- every scale code
@@ -319,28 +285,6 @@ def test_bits_of_kv_formats(name: str, bits: float) -> None:
 @pytest.mark.parametrize(("name", "bits"), [("mxfp4", 4.25), ("nf4", 4.5), ("int4_sym_g128", 4.125), ("int4_g32", 4.75)])
 def test_bits_of_weight_formats(name: str, bits: float) -> None:
     assert WEIGHT_FORMATS[name].bits_per_element((256, 4096)) == bits
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("int8_tensor", (1,)),
-        ("int8_token", (2, 64)),
-        ("int8", (2, 3, 64)),
-        ("int4", (2, 3, 64)),
-        ("int2", (2, 3, 64)),
-        ("int2_g64", (2, 3, 64, 2)),
-        ("int4_g32", (2, 3, 64, 4)),
-        ("int8_g64", (2, 3, 64, 2)),
-        ("int8_channel", (2, 3, 2, 128)),
-        ("int4_channel", (2, 3, 2, 128)),
-    ],
-)
-def test_scale_shapes_of_kv_formats(name: str, shape: tuple[int, ...]) -> None:
-    assert KV_FORMATS[name].scale_shape((2, 3, 64, 128)) == shape
-    q = quantize(torch.randn(2, 3, 64, 128), KV_FORMATS[name])
-    assert q.scales is not None
-    assert q.scales.shape == shape
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
@@ -446,6 +390,7 @@ def test_per_channel_values_are_refused(name: str) -> None:
 def test_plain_formats() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         assert plain_format(dtype).code.dtype is dtype
+        assert plain_format(dtype).nbytes((2, 3, 4, 8)) == 2 * 3 * 4 * 8 * dtype.itemsize
     with pytest.raises(InvalidArgument, match="int32 is not a floating dtype"):
         plain_format(torch.int32)
 

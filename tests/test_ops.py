@@ -13,7 +13,7 @@ import torch
 from halfbyte import plans
 from halfbyte.cache import KVCache
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
-from halfbyte.formats import WEIGHT_FORMATS, plain_format
+from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, Rope
 from halfbyte.ops._linear_on_gpu import LINEAR
 from halfbyte.ops.append import APPEND
@@ -288,11 +288,6 @@ def test_fp8_nan_codes_of_an_engine_stay_nan(impl: str) -> None:
     out = decode_attention(torch.randn(2, 2, 1, 64), cache, impl=impl)
     assert out[0, 0, 0, 5].isnan()  # type: ignore[index]
     assert out[1].isfinite().all()  # type: ignore[index]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_plain_keys_pass_through(dtype: torch.dtype) -> None:
-    assert plain_format(dtype).nbytes((2, 3, 4, 8)) == 2 * 3 * 4 * 8 * dtype.itemsize
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])

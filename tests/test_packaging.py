@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import halfbyte.vllm
+from command_line import refusal
 from halfbyte import errors, paths
-from halfbyte.cli import main
 from halfbyte.errors import MissingPackage
 from halfbyte.vllm import names
 
@@ -125,6 +125,4 @@ def test_without_the_model_the_demo_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(paths, "__file__", "/nowhere/halfbyte/paths.py")
-    with pytest.raises(SystemExit, match="1"):
-        main(["memory", "demo"])
-    assert capsys.readouterr().err.count("\n") == 1
+    refusal(capsys, "memory", "demo")

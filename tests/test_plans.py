@@ -28,8 +28,7 @@ from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.plans.kv_codec import KVSpec, kv_spec, padded
 
 LAYER = DecodeProblem(
-    *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False),
-    deterministic_batch=False,
+    *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False), deterministic_batch=False
 )
 LATENT = {"heads": 1, "group": 16, "dim": 64, "value_dim": 512, "keys": "int8", "values": "int8", "latent": True}
 
@@ -97,10 +96,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
     [
         ({"keys": "int8_channel", "k_scale_stride": 0}, "do not have the stride of a head"),
         ({"deterministic_batch": True, "dim": 80}, "the capacity decides whether heads of 80 bytes are aligned"),
-        (
-            {"deterministic_batch": True, "group": 33},
-            "33 query rows of 128 per KV head exceed the registers of the tuned",
-        ),
+        ({"deterministic_batch": True, "group": 33}, "33 query rows of 128 per KV head exceed the registers of the tuned"),
         ({"aligned": False}, "not aligned to 16 bytes"),
         ({"keys": "fp16"}, "bf16 queries over fp16"),
         ({"page": 24}, "pages of 24 tokens"),

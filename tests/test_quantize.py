@@ -140,6 +140,7 @@ def test_kv_formats_are_exact(name: str, kind: str) -> None:
     q = quantize(x, fmt)
     codes, scales, offsets, values = kv(x.numpy(), name)
     assert q.scales is not None
+    assert q.scales.shape == fmt.scale_shape(shape)
     np.testing.assert_array_equal(spread(q.scales, fmt, shape), scales)
     found = unpack_codes(q.codes, fmt.code.bits) if fmt.code.bits < 8 else q.codes
     np.testing.assert_array_equal(found.numpy(), codes)
@@ -167,16 +168,6 @@ def test_kv_formats_are_exact_on_any_data(name: str, seed: int, exponent: float,
     found = unpack_codes(q.codes, bits) if bits < 8 else q.codes
     np.testing.assert_array_equal(found.numpy(), codes)
     np.testing.assert_array_equal(dequantize(q).numpy(), values)
-
-
-@pytest.mark.parametrize("name", ["int8", "int8_token", "int8_g32", "int8_channel", "int4", "int4_g32", "int4_channel"])
-def test_the_error_is_at_most_half_a_step(name: str) -> None:
-    fmt, x = KV_FORMATS[name], data("normal", (2, 2, 32, 64), 5)
-    q = quantize(x, fmt)
-    assert q.scales is not None
-    step = torch.from_numpy(np.ascontiguousarray(spread(q.scales, fmt, tuple(x.shape)))).float()
-    # An fp16 scale (or offset) is off by 2^-11 of itself, which the largest code multiplies.
-    assert ((dequantize(q) - x).abs() <= step * (0.5 + 127 * 2.0**-11) + x.abs() * 2.0**-11).all()
 
 
 def test_int4_uses_its_codes_at_the_scale_floor() -> None:
@@ -285,16 +276,8 @@ def test_integer_weights_are_exact(name: str, kind: str) -> None:
     np.testing.assert_array_equal(dequantize(q).numpy(), values)
 
 
-@pytest.mark.parametrize("name", ["int4_g32", "int4_col"])
-def test_zero_is_always_a_code_of_asymmetric_weights(name: str) -> None:
-    for shift in (3.0, -3.0):  # all positive, all negative
-        x = torch.rand(8, 64) + shift
-        x[:, 0] = 0
-        assert not dequantize(quantize(x, name))[:, 0].any()
-
-
 @pytest.mark.parametrize(("name", "code"), [("nf4", decoders.NF4), ("fp4_bnb", decoders.BNB_FP4)])
-@pytest.mark.parametrize("kind", ["normal", "large", "outlier", "constant", "zero", "positive", "bf16"])
+@pytest.mark.parametrize("kind", ["normal", "large", "outlier", "constant", "zero", "positive", "bf16", "tiny"])
 def test_lookup_weights_are_exact(name: str, code: np.ndarray, kind: str) -> None:
     x = data(kind, (24, 256), 2)
     q = quantize(x, name)
@@ -309,12 +292,6 @@ def test_lookup_weights_are_exact(name: str, code: np.ndarray, kind: str) -> Non
     hi_first = ((q.codes & 15) << 4 | q.codes >> 4).numpy()  # as bitsandbytes stores it
     expected = decoders.bnb_4bit(hi_first, q.scales.numpy().reshape(-1), (24, 256), 64, code)
     np.testing.assert_array_equal(dequantize(q).numpy(), expected)
-
-
-@pytest.mark.parametrize("name", ["nf4", "fp4_bnb"])
-def test_tiny_blocks_keep_their_absmax(name: str) -> None:
-    x = torch.full((1, 64), 1e-9)
-    assert torch.equal(dequantize(quantize(x, name)), x)
 
 
 @pytest.mark.parametrize("kind", ["normal", "outlier", "mixed", "zero", "constant"])
@@ -389,17 +366,6 @@ def test_nvfp4_is_exact(kind: str, scale: float) -> None:
     np.testing.assert_array_equal(dequantize(q).numpy(), expected)
 
 
-def test_nvfp4_special_blocks() -> None:
-    x = torch.zeros(1, 48)
-    x[0, 16], x[0, 32] = 1000.0, 1e-7
-    q = quantize(x, "nvfp4")
-    assert q.scales is not None
-    assert q.scales.tolist() == [[0x38, 0x7E, 0x01]]
-    zero = quantize(torch.zeros(2, 32), "nvfp4")
-    assert zero.tensor_scale is not None
-    assert zero.tensor_scale.tolist() == [1.0]
-
-
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_nan_and_infinity_in_weights_raise(name: str) -> None:
     for bad in (torch.nan, torch.inf):
@@ -439,12 +405,6 @@ def test_dequantize_rounds_once() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         assert torch.equal(dequantize(q, dtype), dequantize(q).to(dtype))
     assert torch.equal(dequantize(q, torch.float64).float(), dequantize(q))
-
-
-def test_fp8_nan_codes_stay_nan() -> None:
-    fmt = KV_FORMATS["fp8"]
-    q = QuantTensor(fmt, (1, 1, 1, 2), torch.tensor([[[[0x7F, 0xFF]]]], dtype=torch.uint8), torch.ones(1, 1, 1).half())
-    assert dequantize(q).isnan().all()
 
 
 @pytest.mark.parametrize("name", KV_QUANTIZED)

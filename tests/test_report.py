@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +16,7 @@ from halfbyte_lab.measure import chart_style, charts
 from halfbyte_lab.measure.charts import Point, bars, lines, scatter
 from halfbyte_lab.measure.labels import Box, place_labels
 from halfbyte_lab.report import Report
+from watched import watched
 
 SCRIPT = "<script>alert('x')</script>"
 POINTS = [
@@ -108,19 +109,13 @@ def test_labels_stay_apart() -> None:
 
 def test_labels_are_placed_where_the_points_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout moves the axes once more when all is drawn: labels must be placed behind that."""
-    known = []
-
-    def spy(anchors: list[tuple[float, float]], *more: Any) -> list[Box]:
-        known.extend(anchors)
-        return place_labels(anchors, *more)
-
-    monkeypatch.setattr(charts, "place_labels", spy)
+    known = watched(monkeypatch, charts, "place_labels", lambda anchors, *_: list(anchors))
     points = [charts.Point(f"{s} {i}", 0.1 * i, 10.0**-i, s) for i in range(1, 4) for s in ("int8", "int4")]
     chart = charts.scatter(points, x_label="x", y_label="y", log_y=True)
     marks = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="[^"]*--s\d', chart)
     drawn = {round(float(x)) for x, _ in marks}
     assert drawn
-    assert {round(0.72 * x) for x, _ in known} <= drawn
+    assert {round(0.72 * x) for anchors in known for x, _ in anchors} <= drawn
 
 
 def test_lines_of_one_chart_do_not_look_alike() -> None:
@@ -205,11 +200,7 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "deep" / "report.html"
     assert Report("first").write(path) == path
     before = path.read_text()
-
-    def fail(*_: object) -> None:
-        raise OSError("disk gone")
-
-    monkeypatch.setattr("os.replace", fail)
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError("disk gone")))
     with pytest.raises(OSError, match="disk gone"):
         Report("second").write(path)
     assert path.read_text() == before

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,11 +262,7 @@ def test_a_kernel_that_does_not_compile_is_wrong(
 ) -> None:
     """Where memory is full nothing was found out: the next process asks again."""
     calls = kernels(monkeypatch)
-
-    def fail(*_: Any) -> float:
-        raise error
-
-    monkeypatch.setattr("halfbyte.ops._linear_on_gpu.linear_error", fail)
+    monkeypatch.setattr("halfbyte.ops._linear_on_gpu.linear_error", Mock(side_effect=error))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         multiply()
@@ -282,11 +279,7 @@ def test_damaged_files_and_full_disks_do_no_harm(unknown_gpu: Gpu, monkeypatch: 
     assert len(calls) == 2
     assert self_check._results[describe(CPU).name]["b"] == 2.5
     assert json.loads(file.read_text(errors="replace").splitlines()[-1])["kernel"] == "linear"
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(self_check, "append_line", full)
+    monkeypatch.setattr(self_check, "append_line", Mock(side_effect=OSError(28, "No space left on device")))
     self_check._results.clear()
     file.unlink()
     multiply()

@@ -19,15 +19,13 @@ from varlen_cases import BAD_BOUNDS, MIXED, Batch, batch_of
 
 PLAIN = frozenset[str]()
 LATENT: dict[str, Any] = {"dim": 64, "value_dim": 512, "latent": True}
-ROTATED = frozenset({"rotate"})
+ROTATED, STARTS, BIASED = frozenset({"rotate"}), frozenset({"starts"}), frozenset({"window", "alibi", "softcap"})
 CASES = {
     "int4": Case(Variant("int4", "int4", group=8), 1, (300, 7)),
     "int4 groups, 5 heads": Case(Variant("int4_g32", "int4_g64", group=5, dim=64), 2, (150, 129), slack=7),
     "int2": Case(Variant("int2", "int2", group=8), 1, (300, 7)),
     "int2 groups, 5 heads": Case(Variant("int2_g32", "int2_g64", group=5, options=frozenset({"rotate"})), 2, (150, 129), slack=7),
-    "int2 groups, pages, 4 queries": Case(
-        Variant("int2_g64", "int2_g32", queries=4, page=16, options=frozenset({"window", "alibi", "softcap"})), 1, (130, 47)
-    ),
+    "int2 groups, pages, 4 queries": Case(Variant("int2_g64", "int2_g32", queries=4, page=16, options=BIASED), 1, (130, 47)),
     "int2 heads of 256": Case(Variant("int2_g32", "int2_g32", dim=256, group=2), 1, (100, 33)),
     "int4 over int2, 16 heads": Case(Variant("int4", "int2", group=16), 1, (200, 3)),
     "int2, tokens first, two heads": Case(Variant("int2", "int2", layout="BTHD", group=4), 2, (200, 64)),
@@ -38,20 +36,14 @@ CASES = {
     "fp8, 4 queries": Case(Variant("fp8", "fp8", queries=4), 1, (260, 40), early=True),
     "bf16, MHA, sinks": Case(Variant("bf16", "bf16", group=1, options=frozenset({"sinks"})), 3, (100, 65)),
     "tokens first, two heads": Case(Variant("int4", "int4", layout="BTHD", group=4), 2, (200, 64)),
-    "window, alibi, softcap": Case(
-        Variant("int8_g64", "int4_g32", group=2, options=frozenset({"window", "alibi", "softcap"})), 1, (400,)
-    ),
-    "192 wide, starts": Case(Variant("int8", "fp8", dim=192, group=3, options=frozenset({"starts"})), 1, (120, 31)),
+    "window, alibi, softcap": Case(Variant("int8_g64", "int4_g32", group=2, options=BIASED), 1, (400,)),
+    "192 wide, starts": Case(Variant("int8", "fp8", dim=192, group=3, options=STARTS), 1, (120, 31)),
     "one scale, 32 heads": Case(Variant("int8_tensor", "int8_tensor", group=32), 1, (200,)),
     "channels": Case(Variant("int4_channel", "int4_g32", group=8), 1, (300, 64)),
     "channels of bytes, pages": Case(Variant("int8_channel", "int4", page=64, group=3, queries=2), 2, (130, 0, 31)),
-    "channels, 16 heads, starts": Case(
-        Variant("int4_channel", "int8", dim=64, group=16, queries=2, options=frozenset({"starts"})), 1, (95, 33)
-    ),
+    "channels, 16 heads, starts": Case(Variant("int4_channel", "int8", dim=64, group=16, queries=2, options=STARTS), 1, (95, 33)),
     "channels, tokens first, window": Case(
-        Variant("int8_channel", "fp8", dim=96, group=2, layout="BTHD", options=frozenset({"window", "softcap", "alibi"})),
-        2,
-        (200, 63),
+        Variant("int8_channel", "fp8", dim=96, group=2, layout="BTHD", options=BIASED), 2, (200, 63)
     ),
     "a prompt over channels in pages": Case(Variant("int4_channel", "int4", group=4, queries=30, page=32), 1, (47, 130)),
     "64 rows": Case(Variant("int4", "int4", group=8, queries=8), 1, (300, 7)),
@@ -59,11 +51,9 @@ CASES = {
         Variant("int4_g64", "int8_g32", group=16, queries=8, page=64, layout="BTHD"), 2, (290, 0)
     ),
     "48 heads, one scale, sinks": Case(Variant("fp8_tensor", "int8_tensor", group=48, options=frozenset({"sinks"})), 1, (200, 129)),
-    "80 rows, window, alibi, softcap": Case(
-        Variant("fp8", "int4_g32", group=5, queries=16, options=frozenset({"window", "alibi", "softcap"})), 1, (400,)
-    ),
+    "80 rows, window, alibi, softcap": Case(Variant("fp8", "int4_g32", group=5, queries=16, options=BIASED), 1, (400,)),
     "40 rows of 80, starts": Case(
-        Variant("int8_token", "int8", dim=80, group=8, queries=5, options=frozenset({"starts"})), 1, (70, 300), early=True
+        Variant("int8_token", "int8", dim=80, group=8, queries=5, options=STARTS), 1, (70, 300), early=True
     ),
     "a prompt, in blocks of 32 tokens": Case(
         Variant("int4_g32", "int8", group=4, queries=70, options=frozenset({"window", "starts"})), 1, (150, 90)
@@ -96,13 +86,10 @@ CASES = {
         Variant("int2_g32", "int2_g32", group=8, page=16, exact=(0, 33)), 1, (150, 40), v_scale=1e-3
     ),
     "sinks and recent tokens, every option": Case(
-        Variant(
-            *("int2_g64", "int4_g32"), group=5, queries=2, page=16, exact=(3, 45), options=frozenset({"window", "alibi", "softcap"})
-        ),
-        *(1, (330, 47)),
+        Variant("int2_g64", "int4_g32", group=5, queries=2, page=16, exact=(3, 45), options=BIASED), 1, (330, 47)
     ),
     "sinks and recent tokens in fp16, one scale, starts": Case(
-        Variant("fp8_tensor", "int8_tensor", dim=80, group=7, dtype="float16", exact=(16, 100), options=frozenset({"starts"})),
+        Variant("fp8_tensor", "int8_tensor", dim=80, group=7, dtype="float16", exact=(16, 100), options=STARTS),
         *(2, (250, 33)),
         early=True,
         v_scale=100.0,
@@ -123,9 +110,7 @@ CASES = {
     "latents, 16 heads": Case(Variant("int8", "int8", group=16, **LATENT), 1, (1300, 7)),
     "latents in pages, rotary keys in 16 bits": Case(Variant("bf16", "int4", group=10, page=16, **LATENT), 1, (130, 0, 47)),
     "latents, 128 heads": Case(Variant("fp8", "int8_tensor", group=128, **LATENT), 1, (70, 9), early=True, v_scale=100.0),
-    "latents, every option": Case(
-        Variant("int8", "int4", group=8, queries=3, options=frozenset({"window", "alibi", "softcap"}), **LATENT), 1, (140, 31)
-    ),
+    "latents, every option": Case(Variant("int8", "int4", group=8, queries=3, options=BIASED, **LATENT), 1, (140, 31)),
     "latents, rotated keys, starts": Case(
         Variant("int4", "int2", group=12, dtype="float16", options=frozenset({"rotate", "starts"}), **LATENT), 1, (100, 9), slack=7
     ),

@@ -19,6 +19,7 @@ import torch
 
 import halfbyte as hb
 from accuracy import attention_errors
+from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import Format, key_format
 from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference import attention as reference
@@ -364,6 +365,15 @@ class Call:
         return attention_errors(
             out, lse, *self.expected, lse_roundings=16, rotation=self._rounded_rotation if rounds else (0.0, 0.0)
         )
+
+    def check(self, impl: str) -> bool:
+        """Holds it to the promise; False where the implementation refuses the call."""
+        try:
+            result = self.run(impl)
+        except (Unsupported, InvalidArgument):
+            return False
+        assert not (why := self.wrong(*result)), f"{self.cache.keys.format}, {self.cache.values.format}: {why}"
+        return True
 
     @cached_property
     def _rounded_rotation(self) -> tuple[float, float]:

@@ -37,15 +37,35 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return watch_launches(monkeypatch).results
 
 
-def anew(call: Call, impl: str) -> Any:
+def anew(call: Any, impl: str) -> Any:
     """The call as if it were the first one."""
     forget_launches()
     return call.run(impl)
 
 
 def check_equal(got: Any, expected: Any) -> None:
-    assert same_bits(got[0], expected[0])
-    assert same_bits(got[1], expected[1])
+    for a, b in zip(got, expected, strict=True):
+        assert same_bits(a, b)
+
+
+def check_like_the_first(first: Any, second: Any, impl: str) -> None:
+    """Two calls in turn, each with the bits that it has as the first one."""
+    try:
+        expected = anew(second, impl), anew(first, impl)
+    except (Unsupported, InvalidArgument) as error:
+        pytest.skip(str(error))
+    for _ in range(2):
+        check_equal(second.run(impl), expected[0])
+        check_equal(first.run(impl), expected[1])
+
+
+def check_each(calls: list[Any], impl: str) -> list[Any]:
+    """All calls in turn, each with the bits that it has as the first one; these."""
+    expected = [anew(each, impl) for each in calls]
+    for _ in range(2):
+        for each, wanted in zip(calls, expected, strict=True):
+            check_equal(each.run(impl), wanted)
+    return expected
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
@@ -54,13 +74,7 @@ def test_another_layer_is_launched_like_the_first(number: int, impl: str) -> Non
     cases = (Case(VARIANTS[number], 2, LENGTHS, seed=4), Case(VARIANTS[number], 2, LENGTHS[::-1], seed=6))
     first, second = (build(case, PLACE.device) for case in cases)
     second.options["sm_scale"] = 0.05
-    try:
-        expected = anew(second, impl), anew(first, impl)
-    except (Unsupported, InvalidArgument) as error:
-        pytest.skip(str(error))
-    for _ in range(2):
-        check_equal(second.run(impl), expected[0])
-        check_equal(first.run(impl), expected[1])
+    check_like_the_first(first, second, impl)
 
 
 @needs_gpu
@@ -92,11 +106,8 @@ def test_addresses_that_are_no_multiple_of_16(by: int, impl: str) -> None:
         *(call, Call(moved(call.q, by), call.cache, call.options), Call(call.q, shifted, call.options)),
         Call(call.q, call.cache, {"sinks": moved(call.options["sinks"], by)}),
     ]
-    expected = [anew(each, impl) for each in calls]
-    for _ in range(2):
-        for each, wanted in zip(calls, expected, strict=True):
-            check_equal(each.run(impl), wanted)
-            assert not each.wrong(*wanted)
+    for each, wanted in zip(calls, check_each(calls, impl), strict=True):
+        assert not each.wrong(*wanted)
 
 
 @pytest.mark.parametrize("change", ["1", "0"])

@@ -7,35 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import same_bits
 from gpu_place import PLACE
 from test_gpu_graphs import needs_gpu
 from test_gpu_linear import MARKED, Call, Case, build, drawn, normal
-from test_gpu_relaunch import moved
+from test_gpu_relaunch import again, check_each, check_equal, check_like_the_first, moved
 
 import halfbyte as hb
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import InvalidArgument
 from halfbyte.nn import FusedProjections, QuantLinear
-from pretended_gpu import forget_launches, watch_launches
+
+__all__ = ["again"]  # a fixture
 
 CASES = [*MARKED, *(replace(case, act_order=False) for case in drawn(PLACE.size(40, 6), seed=5))]
 TUNED = Case(("int4_g64",), (PLACE.size(2000, 40),), 4, PLACE.size(4096, 256), bias=True)
-
-
-@pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    return watch_launches(monkeypatch).results
-
-
-def anew(call: Call, impl: str) -> tuple[torch.Tensor, ...]:
-    """The call as if it were the first one."""
-    forget_launches()
-    return call.run(impl)
-
-
-def check_equal(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert same_bits(a, b)
 
 
 @pytest.mark.compile_first
@@ -43,13 +27,7 @@ def check_equal(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...
 def test_another_layer_is_launched_like_the_first(number: int, impl: str) -> None:
     """Other weights and another x, the same shapes."""
     first, second = build(CASES[number]), build(replace(CASES[number], seed=77))
-    try:
-        expected = anew(second, impl), anew(first, impl)
-    except Unsupported as error:
-        pytest.skip(str(error))
-    for _ in range(2):
-        check_equal(second.run(impl), expected[0])
-        check_equal(first.run(impl), expected[1])
+    check_like_the_first(first, second, impl)
 
 
 @needs_gpu
@@ -91,11 +69,8 @@ def test_addresses_that_are_no_multiple_of_16(by: int, impl: str) -> None:
         replace(call, weights=[replace(w, codes=moved(w.codes, 4 * by))]),
         replace(call, weights=[replace(w, scales=moved(w.scales, by))]),  # type: ignore[arg-type]
     ]
-    expected = [anew(each, impl) for each in calls]
-    for _ in range(2):
-        for each, wanted in zip(calls, expected, strict=True):
-            check_equal(each.run(impl), wanted)
-            each.check(wanted)
+    for each, wanted in zip(calls, check_each(calls, impl), strict=True):
+        each.check(wanted)
 
 
 def test_a_workspace_that_grew_in_between(impl: str) -> None:

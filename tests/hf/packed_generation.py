@@ -25,10 +25,7 @@ import halfbyte.hf as hf
 from halfbyte.hf.default_cache import Prepared
 
 #: GPT-NeoX is not among them: its tests draw attention masks with holes, which are refused.
-FAMILIES = (
-    *("llama", "gpt_oss", "gemma2", "gpt2", "mistral", "mixtral"),
-    *("olmo2", "opt", "phi3", "qwen2", "qwen3", "stablelm"),
-)
+FAMILIES = (*("llama", "gpt_oss", "gemma2", "gpt2", "mistral", "mixtral"), *("olmo2", "opt", "phi3", "qwen2", "qwen3", "stablelm"))
 FORMATS = {"keys": "int8", "values": "int8"}
 
 _NO_CACHE, _NO_GENERATE, _STATIC = "passes use_cache=False", "calls no generate()", "asks for a static cache"

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from tiny_models import VOCAB
+from tiny_models import VOCAB, left_padding
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -103,9 +103,9 @@ def turns(model: Any, cache: Any, counts: tuple[int, ...], behind_a_crop: tuple[
 
 def check_generation(packed: Any, plain: Any, tokens: int, pads: int, *loops: dict[str, Any]) -> None:
     """Greedy in each of these loops, by beams and by sampling: the tokens of transformers over a rounded cache of INT8."""
-    mask = torch.ones(2, tokens, dtype=torch.long)
-    mask[0, :pads] = 0
-    prompt = {"input_ids": two_texts(tokens) * mask, "attention_mask": mask}
+    ids = two_texts(tokens)
+    mask = left_padding(ids, pads)
+    prompt = {"input_ids": ids * mask, "attention_mask": mask}
 
     def generate(model: Any, **options: Any) -> torch.Tensor:
         torch.manual_seed(3)

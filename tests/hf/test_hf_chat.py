@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from halfbyte import cli, hf
 from halfbyte.errors import InvalidArgument
 from halfbyte.paths import shipped_model
+from watched import watched
 
 FORMATS = {"keys": "int8", "values": "int4_g32"}
 QUESTIONS = ("def main():", "class Queue:", "import os")
@@ -28,14 +29,7 @@ def new_chat(folder: Path, **options: Any) -> hf.Chat:
 
 def counted(chat: hf.Chat, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each forward reads."""
-    counts, forward = [], chat.model.forward
-
-    def counting(*arguments: Any, **named: Any) -> Any:
-        counts.append(named["input_ids"].shape[1])
-        return forward(*arguments, **named)
-
-    monkeypatch.setattr(chat.model, "forward", counting)
-    return counts
+    return watched(monkeypatch, chat.model, "forward", lambda input_ids, **options: input_ids.shape[1])
 
 
 def test_a_turn_reads_new_tokens_only_and_all_turns_are_one_text(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, left_padding
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, StaticCache
 
@@ -46,8 +46,7 @@ def test_one_graph(build, prompt, family, weights):
         pytest.skip("quantized weights are compiled with two families")
     model, ids = build(family), prompt(2, 18)
     hf.quantize(model, weights, keys="int8", values="int4_g32", fuse_qkv=weights is not None)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 0, 3)
     expected = _decode(model, ids, mask, model)
     counter = CompileCounter()
     got = _decode(model, ids, mask, torch.compile(model, backend=counter, fullgraph=True))

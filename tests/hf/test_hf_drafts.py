@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from tiny_models import left_padding
 from torch.testing import assert_close
 
 import halfbyte.hf as hf
@@ -37,8 +38,8 @@ def test_drafts_change_no_token(build, prompt, greedy, family, case, source):
     """
     model = hf.quantize(build(family), **CASES[case])
     for tokens, pads in ((9, 0), (21, 5)):
-        ids, mask = prompt(1, tokens), torch.ones(1, tokens, dtype=torch.long)
-        mask[:, :pads] = 0
+        ids = prompt(1, tokens)
+        mask = left_padding(ids, pads)
         expected, logits = greedy(model, ids, new=26, attention_mask=mask)
         got, own = greedy(model, ids, new=26, attention_mask=mask, **drafts(source, build, family))
         assert torch.equal(got, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 import transformers as tf
 from external_folders import gpt_oss
 from families import tiny_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import decoders
 import halfbyte.hf as hf
@@ -26,6 +25,7 @@ from halfbyte.experts import QuantExperts
 from halfbyte.hf.quantize_model import footprint, resident_peak
 from halfbyte.hf.weights import ROUTERS, packed_share, targets
 from halfbyte.reference.quantize import quantize
+from saved_folders import configure, in_shards, same, store
 
 #: What files call an expert's gate, up and down projections, and the mixture.
 NAMES = {"mixtral": ("w1", "w3", "w2", ".block_sparse_moe.")}
@@ -70,11 +70,7 @@ def drawn_expert(kind: str, features: int, width: int, seed: int) -> list[Drawn]
 
 
 def write(
-    folder: Path,
-    family: str,
-    kind: str,
-    edit: Callable[[dict[str, torch.Tensor]], object] = lambda state: None,
-    model: Any = None,
+    folder: Path, family: str, kind: str, edit: Callable[[dict[str, torch.Tensor]], object] = lambda state: None, model: Any = None
 ) -> Any:
     """A folder of a tiny model, or of `model`, as another library would write it; returns the model with the values of it."""
     model = tiny(family) if model is None else model
@@ -107,9 +103,8 @@ def write(
     state = {name.replace(".mlp.", owner) if ".gate." in name else name: t for name, t in state.items()}
     edit(state)
     model.config.save_pretrained(folder)
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": made.config}))
-    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    configure(folder, quantization_config=made.config)
+    store(folder, state)
     return model
 
 
@@ -122,9 +117,7 @@ def test_every_kind(kind: str, prompt: Any, tmp_path: Path) -> None:
     assert any(isinstance(m, QuantExperts) for m in loaded.modules())
     assert packed_share(loaded) > 0.85
     again = hf.load(hf.save(loaded, tmp_path / "ours"))
-    first, second = loaded.state_dict(), again.state_dict()
-    assert list(first) == list(second)
-    assert all(torch.equal(t, second[name]) and t.dtype is second[name].dtype for name, t in first.items())
+    same(again, loaded)
     with torch.no_grad():
         wanted = model(prompt()).logits
         for each in (loaded, again):
@@ -205,10 +198,8 @@ def test_experts_in_groups_of_several_sizes(tmp_path: Path) -> None:
     wide = gptq(128, 128, 9, group=64)
     model = write(tmp_path, "qwen3_moe", "gptq v1", lambda state: state.update({f"{ONE}.{n}": t for n, t in wide.tensors.items()}))
     model.model.layers[1].mlp.experts.gate_up_proj.data[2, 128:] = torch.from_numpy(wide.values)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"]["dynamic"] = {r"+:.*layers\.1\..*experts\.2\.up_proj": {"group_size": 64}}
-    file.write_text(json.dumps(config))
+    dynamic = {r"+:.*layers\.1\..*experts\.2\.up_proj": {"group_size": 64}}
+    configure(tmp_path, lambda config: config["quantization_config"].update(dynamic=dynamic))
     weight = hf.load(tmp_path).model.layers[1].mlp.experts.gate_up_proj.weight
     assert weight.format.name == "int4_g32"
     gate_up = model.model.layers[1].mlp.experts.gate_up_proj
@@ -237,20 +228,10 @@ def test_memory_stays_below_the_packed_size_and_one_shard(kind: str, layers: int
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
     monkeypatch.setattr(sys.modules[__name__], "tiny", lambda family: model)
     write(tmp_path, "qwen3_moe", kind)
-    state = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name, t in state.items():
-        number = 1 + int(name.split(".")[2]) // layers if ".layers." in name else 0
-        files.setdefault(f"model-{number}.safetensors", {})[name] = t
-    for file, held in files.items():
-        save_file(held, tmp_path / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard = in_shards(tmp_path, lambda name: 1 + int(name.split(".")[2]) // layers if ".layers." in name else 0)
     with Allocated() as memory:
         loaded = hf.load(tmp_path)
     packed = sum(t.nbytes for t in loaded.state_dict().values())
-    shard = max(sum(t.nbytes for t in held.values()) for held in files.values())
     assert 0.9 * packed < memory.most < packed + shard
     assert packed < 0.4 * sum(2 * p.numel() for p in model.parameters())
 

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +14,20 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-import transformers as tf
 from external_folders import blocks, gpt_oss, tiny, write
 from mixtures import expand
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import halfbyte.hf as hf
 from checkpoint_files import KINDS, gptq
 from command_line import run
 from fuzz import load_damaged
 from halfbyte import errors
-from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
 from halfbyte.nn import FusedProjections, QuantLinear, fuse_qkv
-from halfbyte.paths import resolve_model, shipped_model
+from halfbyte.paths import resolve_model
+from saved_folders import configure, edit, in_shards, same
 
 
 def same_logits(a: Any, b: Any, ids: torch.Tensor) -> None:
@@ -49,9 +48,7 @@ def test_every_kind(kind: str, prompt: Any, tmp_path: Path) -> None:
     again = hf.load(folder)
     with torch.no_grad():
         assert torch.equal(again(prompt()).logits, loaded(prompt()).logits)
-    first, second = loaded.state_dict(), again.state_dict()
-    assert list(first) == list(second)
-    assert all(torch.equal(t, second[name]) and t.dtype is second[name].dtype for name, t in first.items())
+    same(again, loaded)
 
 
 @pytest.mark.parametrize("kind", ["gptq v1 act-order, group 64", "bnb nf4 nested", "ct nvfp4"])
@@ -63,14 +60,7 @@ def test_biases_and_conv1d(kind: str, family: str, prompt: Any, tmp_path: Path) 
 
 def test_tied_embeddings_and_shards(prompt: Any, tmp_path: Path) -> None:
     model = write(tiny(tie_word_embeddings=True), tmp_path, blocks("awq"))
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    names, places = sorted(tensors), {}
-    for shard in range(3):
-        file = f"model-{shard}.safetensors"
-        save_file({name: tensors[name] for name in names[shard::3]}, tmp_path / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(names[shard::3], file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    in_shards(tmp_path, lambda name: sum(name.encode()) % 3)
     loaded = hf.load(tmp_path, keys="int8", values="int8")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     same_logits(hf.load(tmp_path), model, prompt())
@@ -91,9 +81,8 @@ def test_types_and_settings_of_generation(tmp_path: Path) -> None:
 
 def test_modelopt_beside_a_plain_configuration(prompt: Any, tmp_path: Path) -> None:
     model = write(tiny(), tmp_path, blocks("modelopt nvfp4"))
-    config = json.loads((tmp_path / "config.json").read_text())
-    quantization = config.pop("quantization_config")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantization: dict[str, Any] = {}
+    configure(tmp_path, lambda config: quantization.update(config.pop("quantization_config")))
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
     same_logits(hf.load(tmp_path), model, prompt())
 
@@ -109,7 +98,7 @@ NOT_OF_WEIGHTS = [
 def test_scales_of_activations_are_left_out_and_told_once(kind: str, prompt: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(errors, "_WARNED", set())
     model = write(tiny(), tmp_path, blocks(kind, without="k_proj"))
-    change(tmp_path, lambda t: t.update({f"model.layers.0.self_attn.{name}": torch.ones(1) for name in NOT_OF_WEIGHTS}))
+    edit(tmp_path, lambda t: t.update({f"model.layers.0.self_attn.{name}": torch.ones(1) for name in NOT_OF_WEIGHTS}))
     with pytest.warns(UserWarning, match=r"k_zero_point, .*q_scale, .*v_zero_point\) are not used") as told:
         first, _ = hf.load(tmp_path), hf.load(tmp_path)
     assert len(told) == 1
@@ -135,11 +124,8 @@ K_SCALE, V_SCALE = 0.03125, 0.015625
 def with_cache_scales(folder: Path, config: dict[str, Any], name: str, k: Any = K_SCALE, v: Any = V_SCALE) -> None:
     """Scales of layer 1 of a folder, of a cache that its configuration describes."""
     scales = {f"model.layers.1.{name.replace('{}', side)}": torch.as_tensor(x) for side, x in (("k", k), ("v", v))}
-    change(folder, lambda t: t.update(scales))
-    file = folder / "config.json"
-    content = json.loads(file.read_text())
-    content["quantization_config"].update(config)
-    file.write_text(json.dumps(content))
+    edit(folder, lambda t: t.update(scales))
+    configure(folder, lambda described: described["quantization_config"].update(config))
 
 
 def filled(model: Any, ids: torch.Tensor, fmt: str, **options: Any) -> list[Any]:
@@ -192,8 +178,7 @@ def test_scales_that_no_cache_can_store_are_measured(scale: Any, prompt: Any, tm
 @pytest.mark.parametrize("entry", [[], {}, {"layers": [[1, 1]]}, {"format": "fp8_tensor", "layers": [[1.0, 0.5], [None, "x"]]}])
 def test_damaged_entries_of_config_are_refused(entry: Any, tmp_path: Path) -> None:
     hf.save(tiny(), tmp_path / "own")
-    file = tmp_path / "own" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"halfbyte_kv_scales": entry}))
+    configure(tmp_path / "own", halfbyte_kv_scales=entry)
     with pytest.raises(CheckpointError, match="halfbyte_kv_scales"):
         hf.PackedCache(hf.load(tmp_path / "own", keys="fp8_tensor", values="fp8_tensor"), 64, keys="fp8_tensor")
 
@@ -209,18 +194,15 @@ def test_layers_that_guess_further_tokens_are_left_out(quantized: bool, prompt: 
     drawn = gptq(8, 128).tensors if quantized else {"weight": torch.ones(8, 128)}
     names = ("mtp.fc", "mtp.layers.0.mlp.up_proj", "model.mtp_layers.1.o_proj")
     further = {f"{name}.{part}": x.clone() for name in names for part, x in drawn.items()}
-    change(tmp_path, lambda t: t.update({**further, "mtp.norm.weight": torch.ones(128)}))
+    edit(tmp_path, lambda t: t.update({**further, "mtp.norm.weight": torch.ones(128)}))
     same_logits(hf.load(tmp_path), model, prompt())
 
 
 def test_biases_of_zeros_that_the_model_does_not_have(prompt: Any, tmp_path: Path) -> None:
     model = write(tiny(), tmp_path, blocks("gptq v1"))
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(256, dtype=torch.float16)
-    save_file(tensors, tmp_path / "model.safetensors")
+    edit(tmp_path, lambda t: t.update({UP + "bias": torch.zeros(256, dtype=torch.float16)}))
     same_logits(hf.load(tmp_path), model, prompt())
-    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
-    save_file(tensors, tmp_path / "model.safetensors")
+    edit(tmp_path, lambda t: t[UP + "bias"][3].fill_(1))
     with pytest.raises(CheckpointError, match=r"unexpected keys: model\.layers\.0\.mlp\.up_proj\.bias"):
         hf.load(tmp_path)
 
@@ -256,17 +238,11 @@ def test_fusing_act_orders_and_tensor_scales_while_loading(prompt: Any, tmp_path
         same_logits(loaded, model, prompt())
 
 
-def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 UP = "model.layers.0.mlp.up_proj."
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("change", "message"),
     [
         (lambda t: t.pop(UP + "scales"), r"up_proj\.scales is missing"),
         (lambda t: t.pop(UP + "qweight"), r"up_proj\.qweight is missing"),
@@ -280,9 +256,9 @@ UP = "model.layers.0.mlp.up_proj."
         (lambda t: t[UP + "scales"].view(-1)[0].fill_(torch.nan), r"up_proj\.scales holds 1"),
     ],
 )
-def test_damaged_folders(edit: Any, message: str, tmp_path: Path) -> None:
+def test_damaged_folders(change: Any, message: str, tmp_path: Path) -> None:
     write(tiny(), tmp_path, blocks("gptq v1"))
-    change(tmp_path, edit)
+    edit(tmp_path, change)
     with pytest.raises((CheckpointError, Unsupported), match=message):
         hf.load(tmp_path)
 
@@ -297,41 +273,22 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     write(tiny(tie_word_embeddings=True, vocab_size=104), tmp_path, lambda name: "gptq v1")
     with pytest.raises(CheckpointError, match=r"config\.json ties"):
         hf.load(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "hqq"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(HalfbyteError, match="'hqq'"):
-        hf.load(tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------- the command line
 
 
-@pytest.fixture
-def shipped(tmp_path: Path) -> Path:
-    """The model that comes with halfbyte, as a GPTQ folder with its tokenizer."""
-    folder = tmp_path / "gptq"
-    folder.mkdir()
-    model = tf.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
-    write(model, folder, blocks("gptq v1 act-order, group 64"))
-    for file in shipped_model().glob("tokenizer*"):
-        shutil.copyfile(file, folder / file.name)
-    return folder
-
-
 @pytest.mark.slow
-def test_quantize_from(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("quantize", "--from", str(shipped), "-o", str(tmp_path / "own")) == 0
+def test_quantize_from(gptq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("quantize", "--from", str(gptq_folder), "-o", str(tmp_path / "own")) == 0
     assert "equal bit for bit" in capsys.readouterr().out
-    first, second = hf.load(shipped).state_dict(), hf.load(tmp_path / "own").state_dict()
-    assert list(first) == list(second)
-    assert all(torch.equal(t, second[name]) for name, t in first.items())
+    same(hf.load(tmp_path / "own"), hf.load(gptq_folder))
     outputs = []
-    for folder in (shipped, tmp_path / "own"):
+    for folder in (gptq_folder, tmp_path / "own"):
         assert run("generate", str(folder), "--prompt", "The", "--tokens", "3") == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
-    assert run("eval", str(shipped), "--windows", "1", "--length", "64", "--json") == 0
+    assert run("eval", str(gptq_folder), "--windows", "1", "--length", "64", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["results"]) == 3  # 16 bits, transformers' own attention, the default cache
 
 
@@ -398,7 +355,7 @@ def test_experts_of_gpt_oss(prompt: Any, greedy: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("change", "message"),
     [
         (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales must both be there"),
         (
@@ -414,9 +371,9 @@ def test_experts_of_gpt_oss(prompt: Any, greedy: Any, tmp_path: Path) -> None:
         (lambda t: t.update({n: t[n].char() for n in list(t) if n.endswith("_blocks")}), "must both be there, of uint8"),
     ],
 )
-def test_damaged_experts(edit: Any, message: str, tmp_path: Path) -> None:
+def test_damaged_experts(change: Any, message: str, tmp_path: Path) -> None:
     gpt_oss(tmp_path)
-    change(tmp_path, edit)
+    edit(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         hf.load(tmp_path)
 

@@ -20,7 +20,7 @@ import transformers as tf
 from families import FAMILIES, OTHERS, default_share, tiny_config, tiny_model
 from mixtures import expand
 from rounded_cache import rounded_cache
-from tiny_models import VOCAB
+from tiny_models import VOCAB, left_padding
 from transformers import DynamicCache
 
 import halfbyte.hf as hf
@@ -32,6 +32,7 @@ from halfbyte.hf.mixtures import layout
 from halfbyte.hf.model_support import blocks
 from halfbyte.hf.recorded_step import Forward
 from halfbyte.memory import packed_layers
+from saved_folders import same
 
 RECORD = Path(__file__).parents[2] / "results" / "families.jsonl"
 KV, WEIGHTS = ("bf16", "int8", "int4"), ("int8_col", "int4_g32", "nf4")
@@ -42,8 +43,7 @@ CLOSE = {"bf16": 1e-2, "int8": 2e-2, "int4": 1e-1, "weights": 1e-3}
 def greedy(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, logits) of six more tokens for two prompts of 21 and 18 tokens, padded on the left."""
     ids = torch.randint(1, VOCAB, (2, 21), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 0, 3)
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
     with torch.no_grad():
         out = model.generate(ids * mask, attention_mask=mask, **settings, **options)
@@ -210,9 +210,7 @@ def test_folders_of_encoder_decoders_and_of_several_modalities_load(family: str,
     folder = hf.save(hf.quantize(model, "int8_col"), tmp_path / "model")
     again = hf.load(folder)
     assert type(again) is type(model)
-    state, found = model.state_dict(), again.state_dict()
-    assert state.keys() == found.keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in found.items())
+    same(again, model)
 
 
 CROSS = {"bart": {}, "mbart": {}, "bert": {"add_cross_attention": True}}

@@ -17,6 +17,7 @@ from halfbyte.hf import default_cache, fused_blocks
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view
 from halfbyte.hf.model_support import model_class
 from halfbyte.hf.recorded_step import Forward
+from watched import watched
 
 FORMATS = {"weights": "int4_g32", "keys": "int8", "values": "int8"}
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -29,8 +30,7 @@ def ran(monkeypatch):
     monkeypatch.setattr(fused_blocks, "warn_once", pytest.fail)
     for kind, name in ((Forward, "step"), (FusedBlock, "block")):
         method = "__call__" if kind is Forward else "forward"
-        run = getattr(kind, method)
-        monkeypatch.setattr(kind, method, lambda *a, _run=run, _name=name, **k: seen.append(_name) or _run(*a, **k))
+        watched(monkeypatch, kind, method, lambda *a, _name=name, **k: seen.append(_name))
     return seen
 
 

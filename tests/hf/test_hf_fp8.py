@@ -15,19 +15,20 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import before
 
 import decoders
 import halfbyte.hf as hf
 from allocated import Allocated
+from command_line import run
 from fuzz import load_damaged
-from halfbyte import cli
 from halfbyte.checkpoints.adapters import open_checkpoint, weight_from_tensors
 from halfbyte.checkpoints.fp8 import Fp8
 from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf.weights import packed_share
+from saved_folders import configure, in_shards, same, store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stay in 16 bits")
 BLOCK = (32, 64)
@@ -66,10 +67,9 @@ def write(
     for name in [n for n, t in state.items() if t.ndim == 2 and not any(part in n for part in PLAIN)]:
         state[name], state[f"{name}_scale_inv"] = stored(state[name].float(), block, dtype)
     edit(state)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    described = json.loads((folder / "config.json").read_text())
+    store(folder, state)
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [*block]}
-    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": fp8}))
+    configure(folder, quantization_config=fp8)
     return folder
 
 
@@ -78,14 +78,6 @@ def expanded(folder: Path) -> Any:
     config = tf.FineGrainedFP8Config(dequantize=True, weight_block_size=BLOCK)
     with patch("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True):  # it is not used
         return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config).float()
-
-
-def same(a: Any, b: Any) -> None:
-    first, second = a.state_dict(), b.state_dict()
-    assert first.keys() == second.keys()
-    for name, t in first.items():
-        assert t.dtype is second[name].dtype, name
-        assert torch.equal(t, second[name]), name
 
 
 @pytest.mark.slow(sample=4)
@@ -147,7 +139,7 @@ def test_one_scale_and_scales_of_rows(config: Any, part: str, shape: tuple[int, 
     del described["quantization_config"]
     plain.mkdir()
     for to, tensors, more in ((folder, state, {"quantization_config": config}), (plain, kept | values, {})):
-        save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+        store(to, tensors)
         (to / "config.json").write_text(json.dumps(described | more))
     same(hf.load(folder, "int4_g32", dtype=torch.float32), hf.load(plain, "int4_g32", dtype=torch.float32))
 
@@ -276,9 +268,7 @@ def test_no_scale_at_all_in_a_mixture(tmp_path: Path) -> None:
     ],
 )
 def test_configurations(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
-    described = json.loads((write(tmp_path, "qwen3") / "config.json").read_text())
-    described["quantization_config"].update(entries)
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    configure(write(tmp_path, "qwen3"), lambda config: config["quantization_config"].update(entries))
     with pytest.raises((CheckpointError, Unsupported), match=message):
         hf.load(tmp_path, "int4_g32")
 
@@ -301,9 +291,7 @@ def test_the_format_must_be_named(tmp_path: Path, capsys: Any) -> None:
         hf.load(folder, "int4_g32", rotate_values=True)
     with pytest.raises(Unsupported, match="no weight format has the codes of 'fp8'"):
         weight_from_tensors({"quant_method": "fp8"}, {}, 8, 8)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "own")])
-    assert not left.value.code
+    assert run("quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "own")) == 0
     assert "equal bit for bit" in capsys.readouterr().out
     same(hf.load(tmp_path / "own"), hf.load(folder, "nf4", dtype=torch.bfloat16))
 
@@ -311,18 +299,8 @@ def test_the_format_must_be_named(tmp_path: Path, capsys: Any) -> None:
 def test_memory_stays_below_the_packed_size_and_one_shard(tmp_path: Path) -> None:
     sizes = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 6, "layer_types": None}
     folder = write(tmp_path, "qwen3_moe", **sizes)
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    files: dict[str, State] = {}
-    for name, t in state.items():
-        number = 1 + int(name.split(".")[2]) // 2 if ".layers." in name else 0
-        files.setdefault(f"model-{number}.safetensors", {})[name] = t
-    for file, held in files.items():
-        save_file(held, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard = in_shards(folder, lambda name: 1 + int(name.split(".")[2]) // 2 if ".layers." in name else 0)
     with Allocated() as memory:
         loaded = hf.load(folder, "int4_g32")
     packed = sum(t.nbytes for t in loaded.state_dict().values())
-    shard = max(sum(t.nbytes for t in held.values()) for held in files.values())
     assert 0.9 * packed < memory.most < packed + shard

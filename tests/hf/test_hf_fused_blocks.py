@@ -12,12 +12,13 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers as tf
 from families import tiny_config, tiny_model
-from tiny_models import CONFIGS, LLAMA
+from tiny_models import CONFIGS, LLAMA, left_padding
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import halfbyte.hf as hf
@@ -28,43 +29,15 @@ from halfbyte.hf.fused_blocks import FusedBlock, fused_view, why_not_fused
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.hf.structure import norm_of
 from halfbyte.ops import block_linear
+from watched import watched
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "transformers.md"
 CACHE = {"keys": "int8", "values": "int4_g32"}
 #: By their sizes in `families.py`.
 LIKE_LLAMA = (
-    *(
-        "apertus",
-        "arcee",
-        "aria_text",
-        "cwm",
-        "dots1",
-        "emu3",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone4",
-        "exaone_moe",
-        "flex_olmo",
-        "gemma",
-        "glm",
-    ),
-    *(
-        "glm4",
-        "glm4_moe",
-        "granite_swa",
-        "granitemoe",
-        "helium",
-        "hy_v3",
-        "hyperclovax",
-        "mellum",
-        "minimax_m2",
-        "ministral",
-        "mixtral",
-        "olmoe",
-        "phi4_multimodal",
-        "qwen2_moe",
-    ),
-    *("qwen3_moe", "seed_oss", "solar_open", "vaultgemma"),
+    *("apertus", "arcee", "aria_text", "cwm", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo"),
+    *("gemma", "glm", "glm4", "glm4_moe", "granite_swa", "granitemoe", "helium", "hy_v3", "hyperclovax", "mellum", "minimax_m2"),
+    *("ministral", "mixtral", "olmoe", "phi4_multimodal", "qwen2_moe", "qwen3_moe", "seed_oss", "solar_open", "vaultgemma"),
 )
 
 
@@ -124,18 +97,13 @@ def tokens(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    return {"attention_mask": mask}
+    return {"attention_mask": left_padding(ids, 5)}
 
 
 @pytest.fixture
 def blocks_ran(monkeypatch: pytest.MonkeyPatch) -> list[FusedBlock]:
     """The fused blocks that were called."""
-    ran: list[FusedBlock] = []
-    forward = FusedBlock.forward
-    monkeypatch.setattr(FusedBlock, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k))
-    return ran
+    return watched(monkeypatch, FusedBlock, "forward", lambda block, *_, **options: block)
 
 
 def forms(model: Any) -> list[list[str]]:
@@ -147,16 +115,8 @@ def forms(model: Any) -> list[list[str]]:
 #: Whose MLPs have no gate; and those of every layer, or of all but the first, are mixtures.
 UNGATED = ("apertus", "arcee")
 MIXTURES = (
-    "aria_text",
-    "flex_olmo",
-    "gpt_oss",
-    "granitemoe",
-    "minimax_m2",
-    "mixtral",
-    "olmoe",
-    "olmoe clipped",
-    "qwen2_moe",
-    "qwen3_moe",
+    *("aria_text", "flex_olmo", "gpt_oss", "granitemoe", "minimax_m2", "mixtral"),
+    *("olmoe", "olmoe clipped", "qwen2_moe", "qwen3_moe"),
 )
 LATER_MIXTURES = ("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "mellum", "solar_open")
 
@@ -245,13 +205,8 @@ def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
 
 def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
     calls = []
-
-    def seen(owner, name):
-        inner = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda x, weights, *rest: calls.append((name, len(weights))) or inner(x, weights, *rest))
-
-    seen(fused_forms, "projected")
-    seen(fused_parts, "gated_projection")
+    for owner, name in ((fused_forms, "projected"), (fused_parts, "gated_projection")):
+        watched(monkeypatch, owner, name, lambda x, weights, *_, name=name: calls.append((name, len(weights))))
     model = packed("qwen3")
     fused_view(model)
     calls.clear()
@@ -320,13 +275,9 @@ def test_a_block_is_fused_if_it_gives_the_numbers_whoever_wrote_it():
 @pytest.mark.parametrize("name", ["readings", "structure_of"])
 def test_memory_that_is_short_decides_nothing(name, prompt, monkeypatch):
     """It is raised, and the next call fuses the blocks."""
-
-    def fails(*args: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     model, ids = packed("llama"), prompt(1)
     with monkeypatch.context() as patch:
-        patch.setattr(fused_blocks, name, fails)
+        patch.setattr(fused_blocks, name, Mock(side_effect=torch.OutOfMemoryError("no room")))
         with pytest.raises(torch.OutOfMemoryError):
             fused_view(model)
     assert tokens(model, ids) is not None
@@ -381,41 +332,34 @@ def test_an_error_in_a_step_leaves_a_cache_that_can_be_restored(prompt):
 
 
 class Launches(TorchDispatchMode):
-    """Counts the ops that a GPU would launch something for: neither views nor empty tensors."""
+    """The ops that a GPU would launch something for: neither views nor empty tensors."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aliases = [result.alias_info for result in func._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in aliases)
-        self.count += not (view or "empty" in func._schema.name or "_unsafe_view" in func._schema.name)
+        if not (view or "empty" in func._schema.name or "_unsafe_view" in func._schema.name):
+            self.names.append(func.name().split("::")[1].split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
 #: Launches of one block in a decode step: of the modules one by one, with fused projections where a family has several; fused,
 #: with a launch for each op of `halfbyte.ops.block`; and where projections do what surrounds them.
 LAUNCHES = {
-    **dict.fromkeys(("llama", "cwm", "emu3", "ministral", "seed_oss"), (36, 9, 6)),
-    "mistral": (36, 9, 6),
-    "qwen2": (36, 9, 6),
-    "phi3": (38, 9, 6),
-    "phi3 partial": (38, 9, 6),
-    "phi4_multimodal": (38, 9, 6),
+    **dict.fromkeys(("llama", "cwm", "emu3", "ministral", "seed_oss", "mistral", "qwen2", "smollm3"), (36, 9, 6)),
+    **dict.fromkeys(("phi3", "phi3 partial", "phi4_multimodal", "granite"), (38, 9, 6)),
     "arcee": (36, 10, 9),
     "exaone4": (52, 9, 8),
     "ernie4_5": (44, 9, 6),
-    "gemma": (40, 9, 6),
-    "glm": (40, 9, 6),
+    **dict.fromkeys(("gemma", "glm", "helium", "vaultgemma"), (40, 9, 6)),
     "glm4": (56, 9, 8),
-    "helium": (40, 9, 6),
     "hyperclovax": (54, 9, 8),
-    "vaultgemma": (40, 9, 6),
-    "smollm3": (36, 9, 6),
-    "granite": (38, 9, 6),
     "gemma2": (60, 9, 8),
     "qwen3": (52, 9, 6),
-    "olmo2": (54, 10, 9),
-    "olmo3": (54, 10, 9),
+    **dict.fromkeys(("olmo2", "olmo3"), (54, 10, 9)),
     "gemma3_text": (80, 9, 8),
 }
 
@@ -447,7 +391,7 @@ def test_launches_of_a_block(family, tuned, prompt, monkeypatch):
         def run(self, *args, **kwargs):
             with Launches() as launches:
                 out = forward(self, *args, **kwargs)
-            found.append(launches.count)
+            found.append(len(launches.names))
             return out
 
         monkeypatch.setattr(owner, "forward", run)

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB
+from tiny_models import FAMILIES, VOCAB, left_padding
 from torch import nn
 
 import halfbyte.hf as hf
@@ -19,13 +19,6 @@ from halfbyte.hf.attention import attention
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 ROUNDED = {"rtol": 1e-2, "atol": 2e-2}  # a last bit of difference can flip a rounding to 16 bits
-
-
-def _mask(batch: int, tokens: int, pads: tuple[int, ...]) -> torch.Tensor:
-    mask = torch.ones(batch, tokens, dtype=torch.long)
-    for row, n in enumerate(pads):
-        mask[row, :n] = 0
-    return mask
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -51,7 +44,7 @@ def test_left_padding_equals_single(build, prompt, greedy, family, values, compa
     """
     model, ids = hf.quantize(build(family), keys="int8", values=values), prompt(4)
     pads = (0, 4, ids.shape[1] - 7, ids.shape[1] - 1)
-    mask = _mask(4, ids.shape[1], pads)
+    mask = left_padding(ids, *pads)
     together, logits = greedy(model, ids * mask, attention_mask=mask)
     for row, n in enumerate(pads):
         alone, single = greedy(model, ids[row : row + 1, n:])
@@ -68,8 +61,9 @@ def test_left_padding_and_blocks_of_per_channel_keys(build, prompt, family):
     def ends(keys: str, pads: int) -> torch.Tensor:
         """Logits of the last four tokens, after a prefill of the others."""
         model = hf.quantize(build(family), keys=keys, values="bf16")
-        cache, mask = hf.PackedCache(model, 192, keys=keys, values="bf16"), _mask(8, 50 + pads, (pads,) * 8)
-        padded, positions = torch.cat([prompt(8, pads, 1), ids], 1), mask.cumsum(1) - 1
+        cache, padded = hf.PackedCache(model, 192, keys=keys, values="bf16"), torch.cat([prompt(8, pads, 1), ids], 1)
+        mask = left_padding(padded, *[pads] * 8)
+        positions = mask.cumsum(1) - 1
         with torch.no_grad():
             for new in (slice(0, -4), slice(46 + pads, None)):
                 options = {"attention_mask": mask[:, : new.stop], "position_ids": positions[:, new], "past_key_values": cache}
@@ -130,7 +124,7 @@ def test_rotated_keys_change_nothing_but_rounding(build, prompt):
 def test_a_window_that_holds_everything_is_sixteen_bits(build, prompt, family, window):
     """With left padding and beams; and one that does not reads codes."""
     ids = prompt(2, 30)
-    mask = _mask(2, 30, (0, 7))
+    mask = left_padding(ids, 0, 7)
     given = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     exact = hf.quantize(build(family), keys="bf16", values="bf16")
     model = hf.quantize(build(family), keys="int4", values="int4", sink_tokens=window[0], recent_tokens=window[1])
@@ -304,9 +298,8 @@ def test_plain_forward_is_transformers_own(build, prompt):
     """No cache: training, evaluation of a whole text, right padding. Softcap and sinks included."""
     for family in FAMILIES:
         model, ids = build(family), prompt(3, 20)
-        mask = torch.ones_like(ids)
+        mask = left_padding(ids, 0, 0, 3)
         mask[1, 15:] = 0
-        mask[2, :3] = 0
         model.set_attn_implementation("eager")
         expected = model(ids, attention_mask=mask, use_cache=False).logits
         model.set_attn_implementation(hf.NAME)
@@ -385,12 +378,6 @@ def test_calls_that_cannot_be(build, prompt):
         hf.PackedCache(model, 2**31 - 1)
     with pytest.raises(InvalidArgument, match="meta device"):
         model.to("meta").generate(prompt(1), max_new_tokens=2)
-
-
-def test_a_cache_of_a_model_with_fewer_layers(build, prompt):
-    small, large = (hf.quantize(build(f), keys="int8", values="int8") for f in ("llama", "qwen2"))
-    with pytest.raises(InvalidArgument, match="holds 2 layers"):
-        _logits(large, prompt(), hf.PackedCache(small, 64))
 
 
 def test_bad_masks(build, prompt):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_model
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, left_padding
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
@@ -28,6 +28,7 @@ from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf import choice, graph_generate, recorded_step
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_step import kept_steps
+from watched import watched
 
 #: Files that read a CPU's memory only: lengths, checks of contents and of the prompt's mask.
 CPU_ONLY = ("cache.py", "cache_layers.py", "attention.py", "handles.py")
@@ -53,9 +54,7 @@ def falls_back():
 
 def padded(ids):
     """Left padding of 5 and of 0 tokens, and so on."""
-    mask = torch.ones_like(ids)
-    for row in range(len(ids) - 1):
-        mask[row, : 5 - row] = 0
+    mask = left_padding(ids, *range(5, 6 - len(ids), -1))
     return ids.masked_fill(mask == 0, 0), mask
 
 
@@ -275,9 +274,8 @@ def test_a_kept_cache_counts_its_prompt_as_a_new_one_does(packed, prompt, monkey
     """Else each layer would wait for the GPU, and attend to a past that is not there. Behind the prompt, graphs append."""
     model, done = packed(), []
     layers = model.config.num_hidden_layers
-    expect, append = KVCache.expect_replays, KVCache.append
-    monkeypatch.setattr(KVCache, "expect_replays", lambda self, expected: done.append(expected) or expect(self, expected))
-    monkeypatch.setattr(KVCache, "append", lambda self, k, *a, **b: done.append(k.shape[2]) or append(self, k, *a, **b))
+    watched(monkeypatch, KVCache, "expect_replays", lambda self, expected: done.append(expected))
+    watched(monkeypatch, KVCache, "append", lambda self, k, *a, **b: done.append(k.shape[2]))
     options = {"max_new_tokens": 3, "do_sample": False, "fuse_blocks": False}
     model.generate(prompt(2), **options)
     assert done == [21] * layers + [1] * 2 * layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_hf_recovery import feed
+from tiny_models import left_padding
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument
@@ -36,14 +37,8 @@ def test_a_conversation_outgrows_its_first_cache(build, prompt, greedy, family):
         options = {"new": 30, "attention_mask": torch.ones_like(ids)}
         expected, _ = greedy(model, ids, past_key_values=large, **options)
         with torch.no_grad():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=30,
-                do_sample=False,
-                past_key_values=held,
-                return_dict_in_generate=True,
-            )
+            settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=held, **settings)
         ids, held = out.sequences, out.past_key_values
         assert torch.equal(ids, expected)
     assert held.capacity == 128
@@ -71,8 +66,7 @@ def test_another_text_needs_an_empty_cache(build, prompt, tokens, padding, loop)
     model = hf.quantize(build("llama"), keys="int8", values="int8")
     cache, ids = hf.PackedCache(model, 64, keys="int8", values="int8"), prompt(2, tokens, 3)
     feed(model, prompt(2, 25), cache, (25,))
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
+    mask = left_padding(ids, padding)
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "past_key_values": cache, **loop}
     with pytest.raises(InvalidArgument, match=rf"holds 25 tokens, and the text .* has {tokens}: .* reset\(\)"):
         model.generate(ids, **options)

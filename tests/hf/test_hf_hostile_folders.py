@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import halfbyte.hf as hf
 from halfbyte.checkpoints import folder_guard
@@ -23,6 +23,7 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.model_support import read_config
 from halfbyte.reference.dequantize import block_scales
 from halfbyte.reference.quantize import quantize
+from saved_folders import edit, store
 
 
 @pytest.fixture
@@ -156,12 +157,12 @@ def test_links_to_blobs_beyond_the_nearest_snapshots_are_refused(tmp_path: Path)
 
 def test_a_junk_tensor_does_not_pay_for_larger_layers(folder):
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "junk": torch.zeros(16 << 20, dtype=torch.float16)}, folder / "model.safetensors", {"format": "pt"})
+    store(folder, {**tensors, "junk": torch.zeros(16 << 20, dtype=torch.float16)})
     configured(folder, intermediate_size=100_000)
     with pytest.raises(CheckpointError, match=r"mismatched|missing keys"):
         hf.load(folder)
     gone = {name: t for name, t in tensors.items() if ".mlp." not in name}
-    save_file({**gone, "junk": torch.zeros(1 << 20, dtype=torch.float16)}, folder / "model.safetensors", {"format": "pt"})
+    store(folder, {**gone, "junk": torch.zeros(1 << 20, dtype=torch.float16)})
     with pytest.raises(CheckpointError, match="missing keys"):
         hf.load(folder)
 
@@ -214,9 +215,7 @@ def test_half_a_surrogate_pair_in_a_name(folder):
 
 def test_scales_that_overflow(build, tmp_path):
     folder = hf.save(hf.quantize(build("llama"), "int4_g32_fp32"), tmp_path / "quantized")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight_scales"].view(-1)[3] = 3e38
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, lambda t: t["model.layers.0.mlp.up_proj.weight_scales"].view(-1)[3].fill_(3e38))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight_scales.*infinite"):
         hf.load(folder)
 

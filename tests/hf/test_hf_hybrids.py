@@ -11,7 +11,7 @@ from families import tiny_model
 from rich.console import Console
 from rounded_cache import rounded_cache
 from test_hf_families import CLOSE, greedy
-from tiny_models import VOCAB
+from tiny_models import VOCAB, left_padding
 from torch._dynamo.testing import CompileCounter
 
 import halfbyte.hf as hf
@@ -213,10 +213,8 @@ def test_a_family_that_forgets_its_chunks_is_refused(family):
 
 def test_padding_is_not_fed_to_a_state_alone():
     model, ids = packed("qwen3_next"), prompts()
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
     with hf.packed_forwards(model, 1), pytest.raises(Unsupported, match="chunk=1"):
-        model(ids, attention_mask=mask)
+        model(ids, attention_mask=left_padding(ids, 3))
 
 
 def test_plans_are_for_models_with_keys_and_values_in_every_layer():

@@ -36,18 +36,15 @@ def test_warns(build, family, keys):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_neox", "llama", "phi3"])
 @pytest.mark.parametrize("keys", ["int4", "int8", "int4_channel"])
+@pytest.mark.filterwarnings("error")
 def test_silent_without_need(build, family, keys):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf.quantize(build(family), keys=keys, values="int4_g32")
+    hf.quantize(build(family), keys=keys, values="int4_g32")
 
 
 @pytest.mark.parametrize("options", [{"keys": "int8"}, {"keys": "int4_channel"}, {"keys": "int4", "skip_layers": [-1]}])
+@pytest.mark.filterwarnings("error")
 def test_silent_with_the_remedy(build, options):
-    model = _with_bias(build("qwen2"), 2, 200.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf.quantize(model, **options)
+    hf.quantize(_with_bias(build("qwen2"), 2, 200.0), **options)
 
 
 def test_warns_for_quantized_weights(build):

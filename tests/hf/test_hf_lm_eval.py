@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 import halfbyte.hf as hf
-from halfbyte import cli
+from command_line import refusal
 from halfbyte.errors import InvalidArgument
 from halfbyte.paths import shipped_model
 from halfbyte_lab.evals.quality import Setting
@@ -103,9 +103,7 @@ def test_local_tasks_of_a_card(shipped, tasks, tmp_path):
 
 
 def test_task_files_that_are_not_there(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["eval", "demo", "--suite", "--tasks", "nowhere/mine.yaml"])
-    assert "no such file" in capsys.readouterr().err
+    assert "no such file" in refusal(capsys, "eval", "demo", "--suite", "--tasks", "nowhere/mine.yaml")
 
 
 def perplexity(model, tokenizer, first, kind):

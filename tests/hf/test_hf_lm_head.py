@@ -19,6 +19,7 @@ from halfbyte.memory import estimate
 from halfbyte.nn import QuantLinear
 from halfbyte.paths import shipped_model
 from halfbyte_lab.evals.quality import Setting, evaluate
+from saved_folders import configure, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:halfbyte. .* stay in 16 bits")
 
@@ -37,11 +38,6 @@ def tied(family):
 
 def head(model):
     return model.get_output_embeddings()
-
-
-def same(model, other):
-    first, second = model.state_dict(), other.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(t, second[n]) and t.dtype == second[n].dtype for n, t in first.items())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -78,7 +74,7 @@ def test_saved_and_loaded(prompt, greedy, tmp_path, tied, weights):
     ):
         again.tie_weights()  # of transformers: must find nothing to tie
         assert isinstance(head(again), QuantLinear)
-        assert same(again, made)
+        same(again, made)
         assert torch.equal(greedy(again, ids)[1], greedy(made, ids)[1])
     hf.save(hf.load(tmp_path / "ours"), tmp_path / "again")
     files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("ours", "again")]
@@ -109,11 +105,11 @@ def test_every_family(build, prompt, greedy, tmp_path, family):
 
 def test_after_the_weights_and_once(build):
     model = hf.quantize(build("llama"), "nf4", fuse_qkv=True)
-    assert same(hf.quantize(model, lm_head="int8_col"), hf.quantize(build("llama"), "nf4", lm_head="int8_col"))
+    same(hf.quantize(model, lm_head="int8_col"), hf.quantize(build("llama"), "nf4", lm_head="int8_col"))
     with pytest.raises(InvalidArgument, match=r"lm_head='nf4'.*quantized already \(int8_col\)"):
         hf.quantize(model, lm_head="nf4")
     other = hf.quantize(build("llama"), lm_head="int8_col")
-    assert same(hf.quantize(other, "nf4"), model)
+    same(hf.quantize(other, "nf4"), model)
     assert set(model.config.quantization_config.modules) == set(other.config.quantization_config.modules)
 
 
@@ -187,8 +183,7 @@ def test_a_folder_that_still_ties(tmp_path):
     """config.json edited by hand: the head in the files must not be replaced by the embedding in silence."""
     made = hf.quantize(tiny(True), lm_head="int8_col")
     hf.save(made, tmp_path / "it")
-    text = (tmp_path / "it" / "config.json").read_text()
-    (tmp_path / "it" / "config.json").write_text(text.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    configure(tmp_path / "it", tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match="tie_word_embeddings"):
         hf.load(tmp_path / "it")
 

@@ -16,6 +16,7 @@ import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
 from halfbyte.hf import graph_generate
 from halfbyte.hf.recorded_step import MOST_DRAFTS, LookupForward, drafted, kept_steps
+from watched import watched
 
 __all__ = ["_no_fallback", "falls_back", "packed", "taped"]  # fixtures
 
@@ -42,8 +43,7 @@ class Oracle:
 @pytest.fixture
 def right_drafts(monkeypatch):
     """right_drafts(text, wrong): the steps to come draft well; counts them."""
-    steps, run = [], LookupForward._run
-    monkeypatch.setattr(LookupForward, "_run", lambda *a: steps.append(1) or run(*a))
+    steps = watched(monkeypatch, LookupForward, "_run", lambda *a: 1)
 
     def use(text, wrong):
         monkeypatch.setattr("halfbyte.hf.recorded_step.drafted", Oracle(text, wrong))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +34,8 @@ from halfbyte.hf.weights import packed_share, replace, select, targets
 from halfbyte.memory import quantized_bytes
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.quantize import quantize
+from saved_folders import configure, same
+from watched import watched
 
 #: Families with experts that transformers does not call through its interface.
 CALLED = ("llama4_text", "longcat_flash", "jetmoe")
@@ -58,14 +59,6 @@ def stacked(model: Any) -> list[QuantExperts]:
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, use_cache=False).logits
-
-
-def same(a: Any, b: Any) -> None:
-    first, second = a.state_dict(), b.state_dict()
-    assert first.keys() == second.keys()
-    for name, t in first.items():
-        assert t.dtype is second[name].dtype, name
-        assert torch.equal(t.contiguous().view(torch.uint8), second[name].contiguous().view(torch.uint8)), name
 
 
 # ------------------------------------------------------------------------------------------------------------------ families
@@ -216,14 +209,7 @@ def test_routers_stay_with_all_of_their_layers(family: str, router: str) -> None
 
 def test_only_the_experts_that_are_hit_are_read(monkeypatch: Any) -> None:
     """Llama 4 hands the rows of all experts to all of them; LongCat's identities are not read at all."""
-    called: list[torch.Tensor] = []
-    forward = QuantExperts.forward
-
-    def spy(self: QuantExperts, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor | None = None) -> torch.Tensor:
-        called.append(ids)
-        return forward(self, x, ids, gates)
-
-    monkeypatch.setattr(QuantExperts, "forward", spy)
+    called = watched(monkeypatch, QuantExperts, "forward", lambda layer, x, ids, gates=None: ids)
     rows = torch.randn(4, 3, 64)
     for token, hit in enumerate(([0, 2], [3, 1], [2])):
         rows[[e for e in range(4) if e not in hit], token] = 0
@@ -294,12 +280,13 @@ def test_a_damaged_stack_is_named(tmp_path: Any) -> None:
 
 def test_half_of_a_mixture_is_no_mixture(tmp_path: Any) -> None:
     folder = hf.save(hf.quantize(tiny_model("mixtral"), weights="int4_g32"), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]["modules"]["model.layers.1.mlp.experts.down_proj"]
-    (folder / "config.json").write_text(json.dumps(config))
+    modules: dict[str, str] = {}
+    configure(folder, lambda config: modules.update(config["quantization_config"]["modules"]))
+    del modules["model.layers.1.mlp.experts.down_proj"]
+    configure(folder, lambda config: config["quantization_config"].update(modules=modules))
     with pytest.raises(CheckpointError, match=r"down_proj.weight_codes is in the files, but"):
         hf.load(folder)
-    quantizer = HalfbyteQuantizer(HalfbyteConfig(modules=config["quantization_config"]["modules"]))
+    quantizer = HalfbyteQuantizer(HalfbyteConfig(modules=modules))
     with pytest.raises(CheckpointError, match=r"gate_up_proj' and not 'model.layers.1.mlp.experts.down_proj'"):
         quantizer._process_model_before_weight_loading(tiny_model("mixtral"))
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
 
 import halfbyte.hf as hf
-from halfbyte import cli
+from command_line import run
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.hf.model_support import half_type
@@ -157,17 +157,9 @@ def test_bytes_of_a_step() -> None:
 @pytest.mark.parametrize("weights", [None, "int8_col"])
 def test_bytes_of_a_step_of_a_mixture_with_windows(weights: str | None) -> None:
     """Experts that no token of a step was routed to are not read; two of four layers see 32 tokens."""
-    kinds = ["sliding_attention", "full_attention"] * 2
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    config = GptOssConfig(
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=4,
-        vocab_size=96,
-        sliding_window=32,
-        layer_types=kinds,
-        **sizes,
-    )
+    layers = {"num_hidden_layers": 4, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    config = GptOssConfig(num_local_experts=4, num_experts_per_tok=2, vocab_size=96, **layers, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for layer, chosen in zip(model.model.layers, ([9, 9, 0, 0], [0, 9, 0, 9], [9, 0, 9, 0], [0, 0, 9, 9]), strict=True):
         layer.mlp.router.weight.data.zero_()
@@ -190,20 +182,10 @@ def test_bytes_of_a_step_of_a_mixture_with_windows(weights: str | None) -> None:
 @pytest.mark.parametrize("way", [PLAIN, PACKED[0]])
 def test_states_that_a_step_uses(way: Way) -> None:
     """The recurrent layer has a state [16, 8] of each of 4 heads, fp32, and 4 columns of its convolution."""
-    config = Qwen3_5TextConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
-        vocab_size=96,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    states = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = Qwen3_5TextConfig(vocab_size=96, **sizes, **states, **layers)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if way is not PLAIN:
         hf.quantize(model, keys="int8", values="int8")
@@ -225,11 +207,6 @@ def test_names_of_kernels(kernel: str, short: str) -> None:
     assert short_name(kernel) == short
 
 
-def run(*arguments: str) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["bench", "model", *arguments])
-
-
 @pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_step, "_WARM_UP", 1)
@@ -237,14 +214,14 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     monkeypatch.setattr(model_step, "_LEAST", 0.0)  # what is kept must not hang on how long a step took
     file = tmp_path / "steps.jsonl"
     options = ["--random", "--context", "8", "--new", "3", "--weights", "nf4", "--lm-head", "int8_col", "--output", str(file)]
-    run("--json", *options)
+    assert run("bench", "model", "--json", *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["implementation"] for r in found] == [way.name for way in WAYS]
     assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int8_channel/int8"] * 3]
     assert all(r["p10"] == r["seconds"] == r["p90"] > 0 and r["repeats"] == 1 and r["kernels"] for r in found)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert kept == [*({**r, "kernels": {}} for r in found), *found]  # each when it was timed, and again when all were
-    run(*options, "--dtype", "fp16")
+    assert run("bench", "model", *options, "--dtype", "fp16") == 0
     said, kept = capsys.readouterr().out, [json.loads(line) for line in file.read_text().splitlines()[len(kept) :]]
     assert [r["formats"] for r in kept] == ["fp32", *["nf4, int8_col lm_head, int8_channel/int8, fp16"] * 3] * 2
     assert "A step of halfbyte, fused blocks" in said

@@ -8,11 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 from families import tiny_model
+from tiny_models import left_padding
 
 import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
 from halfbyte.hf import default_cache, graph_generate
 from halfbyte.hf.recorded_step import MOST_PROMPT, MOST_PROMPTS, kept_steps, prompt_bucket
+from watched import watched
 
 OPTIONS = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 12}
 
@@ -67,8 +69,7 @@ def test_prompts_of_one_bucket_are_one_forward(packed, prompt, options):
 def test_families(packed, prompt, family):
     model = packed(family)
     ids = prompt(3, 23)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = mask[1, :2] = 0
+    mask = left_padding(ids, 5, 2)
     made = [model.generate(ids, attention_mask=mask, **OPTIONS) for _ in range(2)]
     assert torch.equal(*made)
     assert torch.equal(made[0], model.generate(ids, attention_mask=mask, fuse_blocks=False, **OPTIONS))
@@ -112,9 +113,7 @@ def test_rows_of_several_texts_are_refused(packed, prompt):
 
 def test_the_next_default_cache_is_made_of_the_last(packed, prompt, monkeypatch):
     """Unless the model's cache was set otherwise, or the model cast."""
-    model, made = packed(), []
-    make = default_cache.new_cache
-    monkeypatch.setattr(default_cache, "new_cache", lambda *args: made.append(args) or make(*args))
+    model, made = packed(), watched(monkeypatch, default_cache, "new_cache")
     for tokens in (5, 50, 400):
         model.generate(prompt(2, tokens), **OPTIONS)
     assert len(made) == 1

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
+from tiny_models import left_padding
 
 import halfbyte.hf as hf
 from halfbyte.hf import fused_forms, fused_recurrence
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.fused_recurrence import Recurrence
 from halfbyte.hf.structure import close
+from watched import watched
 
 #: By families with the gated delta rule: launches for the projections of a token, and weights in each.
 FAMILIES = {"qwen3_5_text": [4], "qwen3_5_moe_text": [4], "qwen3_next": [2], "olmo_hybrid": [4, 2]}
@@ -35,18 +37,8 @@ def forms(model: Any) -> list[Any]:
 
 
 def generated(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
     settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": STEPS, "return_dict_in_generate": True}
-    return model.generate(ids, attention_mask=mask, **settings, **options)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: Any) -> list[Any]:
-    """What `count` says of the arguments of each call of a function of a module."""
-    calls: list[Any] = []
-    inner = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(count(*a)) or inner(*a, **k))
-    return calls
+    return model.generate(ids, attention_mask=left_padding(ids, 4), **settings, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,8 +46,8 @@ def test_tokens_and_states_are_those_of_the_modules(family, prompt, monkeypatch)
     model, ids = packed(family), prompt(3)
     assert sum(isinstance(form, Recurrence) for form in forms(model)) == 1
     plain = generated(model, ids, fuse_blocks=False)
-    ran = counted(monkeypatch, fused_recurrence, "gated_delta", lambda *a: 1)
-    projections = counted(monkeypatch, fused_forms, "projected", lambda x, weights, *a: len(weights))
+    ran = watched(monkeypatch, fused_recurrence, "gated_delta", lambda *_, **options: 1)
+    projections = watched(monkeypatch, fused_forms, "projected", lambda x, weights, *a: len(weights))
     out = generated(model, ids)
     assert torch.equal(out.sequences, plain.sequences)
     assert len(ran) == STEPS - 1  # the first token is of the prompt's forward
@@ -97,7 +89,7 @@ def test_what_is_no_step_runs_as_it_is(case, prompt, monkeypatch):
     model = packed("qwen3_5_text")
     form, module = forms(model)[0], recurrence(model)
     cache, other = (hf.PackedCache(model, 64) for _ in range(2))
-    ran = counted(monkeypatch, fused_recurrence, "gated_delta", lambda *a: 1)
+    ran = watched(monkeypatch, fused_recurrence, "gated_delta", lambda *_, **options: 1)
     with torch.no_grad():
         for one in (cache, other) if case != "nothing held" else ():
             model(prompt(2), past_key_values=one)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_config, tiny_model, uneven
+from test_hf_fused_blocks import Launches
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -28,6 +28,7 @@ from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.routers import FusedRouter, Routers
 from halfbyte.hf.structure import Call
 from halfbyte.reference.route import Routing
+from watched import watched
 
 CACHE = {"keys": "int8", "values": "int4_g32"}
 SUM, SIGMOID = Routing(2, "softmax", 1e-20), Routing(2, "sigmoid", 1e-20)
@@ -68,9 +69,7 @@ def tokens(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 @pytest.mark.slow(sample=6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_by_fused_routers(family: str, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[FusedRouter] = []
-    forward = FusedRouter.forward
-    monkeypatch.setattr(FusedRouter, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k))
+    ran = watched(monkeypatch, FusedRouter, "forward")
     model, ids = hf.quantize(tiny_model(family), **CACHE), prompt(2)
     fused = fused_routers(model)
     assert {router.routing for router in fused} == {FAMILIES[family]}
@@ -145,8 +144,7 @@ def test_what_is_read_off_a_router(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"),
-    [(AXK2TopkRouter, "deepseek_v3"), (PhimoeTopKRouter, "phimoe"), (Gemma4TextRouter, "gemma4_text")],
+    ("kind", "family"), [(AXK2TopkRouter, "deepseek_v3"), (PhimoeTopKRouter, "phimoe"), (Gemma4TextRouter, "gemma4_text")]
 )
 @torch.no_grad()
 def test_a_router_that_computes_something_else_stays(kind: Any, family: str) -> None:
@@ -203,19 +201,6 @@ def test_equal_scores_refuse_nothing() -> None:
     call = called(Qwen3MoeTopKRouter, "qwen3_moe", **EXPERTS)
     call.module.weight.data[1:] = call.module.weight[:1]
     assert Routers([])._router(call._replace(out=call.module(*call.args))) is not None
-
-
-class Launches(TorchDispatchMode):
-    """What would be a launch on a GPU: ops that neither make a view nor memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and "empty" not in func.name() and func.namespace != "prim":
-            self.names.append(func.name().split("::")[1].split(".")[0])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])

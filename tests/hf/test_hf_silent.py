@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from families import tiny_model
-from safetensors.torch import load_file, save_file
-from tiny_models import LLAMA, SIZES, before
+from tiny_models import LLAMA, SIZES, before, left_padding
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import configuration_utils
 from transformers.quantizers import auto
@@ -25,6 +24,7 @@ from halfbyte.hf.attention import attention
 from halfbyte.hf.weights import packed_share
 from halfbyte.nn import QuantLinear
 from halfbyte.paths import shipped_model
+from saved_folders import edit
 
 # ------------------------------------------------------------------------------------- saved folders, opened without halfbyte
 
@@ -139,9 +139,7 @@ def test_the_base_model_alone(build, tmp_path, family, options):
 
 def test_a_base_model_lacks_a_part(build, tmp_path):
     folder = hf.save(hf.quantize(build("llama"), "nf4"), tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight_scales"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scales"))
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj"):
         tf.AutoModel.from_pretrained(folder)
 
@@ -213,8 +211,7 @@ def longrope(config, **options):
 @pytest.mark.parametrize(("config", "options"), [(tf.Phi3Config, {}), (tf.PhimoeConfig, {"num_local_experts": 4})])
 def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy, rounded, monkeypatch):
     model, ids = longrope(config, sliding_window=None, **options), prompt(2, tokens)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 0, 3)
     with monkeypatch.context() as patch:  # transformers drops a cache that is given: its own one must round
         patch.setattr(DynamicLayer, "update", type(rounded(model).layers[0]).update)
         patch.setattr(DynamicLayer, "fmt", "bf16", raising=False)
@@ -319,8 +316,7 @@ def test_a_packed_cache_refuses_rows_of_several_texts(family, build, prompt):
         model.generate(ids, position_ids=positions, max_new_tokens=2)
     with torch.no_grad(), pytest.raises(Unsupported, match="cu_seq_lens_q"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 8, 20]), past_key_values=hf.PackedCache(model, 64))
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    mask = left_padding(ids, 5)
     padded = (mask.cumsum(-1) - 1).clamp_min(0)  # five times 0: padding is no text
     with torch.no_grad():
         logits = model(ids, position_ids=padded, attention_mask=mask, past_key_values=hf.PackedCache(model, 64)).logits
@@ -344,8 +340,7 @@ def test_packed_forwards_refuse_router_logits(prompt):
 def test_packed_forwards_name_what_they_pass(family, prompt):
     """Arguments of forwards are in orders of their own: GPT-2's second one is a cache, Emu3's are images."""
     model, ids = tiny_model(family), prompt(2, 37)
-    mask = torch.ones_like(ids)
-    mask[0, :19] = 0
+    mask = left_padding(ids, 19)
     order = [*inspect.signature(model.forward).parameters]
     by_place = [{"input_ids": ids, "attention_mask": mask}.get(name) for name in order[: order.index("attention_mask") + 1]]
     with torch.no_grad():
@@ -418,18 +413,6 @@ def test_the_share_of_a_mixture_that_is_quantized(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- right padding
-
-
-def test_right_padding_is_moved_to_the_left(build, prompt, greedy):
-    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt(3, 30)
-    pads, mask = (0, 9, 4), torch.ones_like(ids)
-    for row, n in enumerate(pads):
-        mask[row, 30 - n :] = 0
-    together, logits = greedy(model, ids * mask, attention_mask=mask)
-    for row, n in enumerate(pads):
-        alone, single = greedy(model, ids[row : row + 1, : 30 - n])
-        assert torch.equal(together[row, n:], alone[0])
-        torch.testing.assert_close(logits[row], single[0], rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("shape", [(3, 30), (1, 30), (30,)])

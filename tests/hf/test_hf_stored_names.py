@@ -5,7 +5,6 @@ Which tensors of the files are in linear layers, and where, transformers itself 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, OTHERS, tiny_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import halfbyte.hf as hf
@@ -24,6 +23,7 @@ from halfbyte.hf.mixtures import in_order, stack_shape
 from halfbyte.hf.weights import ROUTERS, linear_size, targets
 from halfbyte.modules import dense_weight
 from halfbyte.nn import QuantLayer
+from saved_folders import configure, same, store
 
 #: The layouts of GPTQModel, llm-compressor and modelopt.
 KINDS = ("gptq v1", "ct int4", "modelopt nvfp4")
@@ -39,7 +39,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
         file.unlink()
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    store(folder, tensors)
 
 
 def in_linear_layers(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, bool]:
@@ -80,8 +80,7 @@ def quantized_folder(model: Any, folder: Path, kind: str) -> int:
     write(folder / "plain", plain)
     write(folder / "theirs", theirs)
     if drawn is not None:
-        file = folder / "theirs" / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": drawn.config}))
+        configure(folder / "theirs", quantization_config=drawn.config)
     return count
 
 
@@ -116,9 +115,7 @@ def test_names_that_transformers_writes(family: str, tmp_path: Path) -> None:
     assert stored
     assert check_same(loaded, plain)
     again = hf.load(hf.save(loaded, tmp_path / "ours"))
-    state = loaded.state_dict()
-    assert state.keys() == again.state_dict().keys()
-    assert all(torch.equal(state[name], t) for name, t in again.state_dict().items())
+    same(again, loaded)
 
 
 EVERY = (*FAMILIES, *OTHERS) if ALL else ("dbrx", "gpt2", *FAMILIES[5::16], *OTHERS[7::16])

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers as tf
+from tiny_models import left_padding
 
 import halfbyte.hf as hf
-from halfbyte import cli
+from command_line import refusal, run
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf import graph_generate, rehearsal
 from halfbyte.hf.fused_blocks import fused_view
@@ -49,8 +51,7 @@ def quantized(case: str) -> Any:
 
 def call(model: Any, batch: int, tokens: int, new: int = 3, padding: int = 0, **options: Any) -> None:
     ids = torch.ones(batch, tokens, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
+    mask = left_padding(ids, padding)
     model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
 
@@ -139,11 +140,7 @@ def test_what_an_earlier_process_compiled_is_not_rehearsed(pretend: Any, tmp_pat
 def test_where_the_rehearsal_fails_launches_compile(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantized("int4")
     pretend(model)
-
-    def fails(*args: Any) -> None:
-        raise RuntimeError("other inputs")
-
-    monkeypatch.setattr(rehearsal._Rehearsal, "run", fails)
+    monkeypatch.setattr(rehearsal._Rehearsal, "run", Mock(side_effect=RuntimeError("other inputs")))
     with pytest.warns(UserWarning, match="one by one, and not ahead: other inputs"):
         call(model, 1, 20)
     assert not parallel._begun
@@ -157,9 +154,7 @@ def test_a_model_that_cannot_be_compiled_for_says_why() -> None:
 
 
 def test_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["warmup", "demo"])
-    assert "warmup compiles kernels for the GPU of this machine, and torch finds none" in capsys.readouterr().err
+    assert "warmup compiles kernels for the GPU of this machine, and torch finds none" in refusal(capsys, "warmup", "demo")
 
 
 @pytest.mark.parametrize("weights", ["int4_g32", "bf16"])
@@ -180,9 +175,7 @@ def test_the_command_needs_a_configuration_alone(
     monkeypatch.setattr("halfbyte.device.describe", lambda device: here)
     monkeypatch.setattr(hf, "warm_up", compiled)
     tf.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["warmup", str(tmp_path), "--weights", weights, "--keys", "int8", "--batch", "4"])
-    assert not left.value.code
+    assert run("warmup", str(tmp_path), "--weights", weights, "--keys", "int8", "--batch", "4") == 0
     if weights == "bf16":
         assert models == [(4, ["Linear"] * 4)]
     else:

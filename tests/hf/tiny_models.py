@@ -55,6 +55,14 @@ def made(config: Any) -> Any:
     return model
 
 
+def left_padding(ids: torch.Tensor, *pads: int) -> torch.Tensor:
+    """The mask of prompts whose first rows begin with so many tokens of padding."""
+    mask = torch.ones_like(ids)
+    for row, n in enumerate(pads):
+        mask[row, :n] = 0
+    return mask
+
+
 def before(version: str) -> bool:
     """Whether this transformers is older, and has a fault of its own that a test would meet."""
     return Version(tf.__version__) < Version(version)

@@ -23,6 +23,7 @@ from halfbyte.reference.block import Norm
 from halfbyte.reference.quantize import quantize
 from halfbyte.reference.rope import apply_rope, rope_tables
 from sizes import head_dim
+from watched import watched
 
 #: One append after the other, in the interpreter: the first tokens, the end of a block, and one that leaves it.
 APPENDS = 4
@@ -77,16 +78,6 @@ def test_strides_and_types_of_the_input_do_not_matter(dtype: torch.dtype) -> Non
         assert not differences(a, b)
 
 
-def counted(call: Any, calls: list[int]) -> Any:
-    """A method that notes each of its calls."""
-
-    def noting(self: Any, *args: Any, **options: Any) -> Any:
-        calls.append(1)
-        return call(self, *args, **options)
-
-    return noting
-
-
 class Computing(TorchDispatchMode):
     """Names of torch's operators that do more than name memory; what the interpreter itself calls is left out."""
 
@@ -129,8 +120,7 @@ def test_queries_are_rotated_in_the_same_launch(
     dtype: torch.dtype, how: str, keys: str, heads: int, count: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the reference rotates them, in memory as a projection leaves it; the cache is as without them, and so are the launches."""
-    launches: list[int] = []
-    monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
+    launches = watched(monkeypatch, GridExecutor, "__call__")
     k, v = tokens((3, 2, count, dim), dtype=dtype)
     q = tokens((3, count, heads + 1, dim + 2), 1, dtype)[0][:, :, 1:, 2:].transpose(1, 2)
     each = rope_tables(torch.arange(3 * count).reshape(3, count) + 7, dim // 2 if count == 7 else dim)
@@ -159,8 +149,7 @@ def test_heads_are_normalized_before_they_are_rotated(
     dtype: torch.dtype, how: str, kind: str, options: dict[str, Any], dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit the two launches, norms and append, and the reference but for the order of a sum; in no more launches."""
-    launches: list[int] = []
-    monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
+    launches = watched(monkeypatch, GridExecutor, "__call__")
     count = 5
     k, v = tokens((3, 3, count, dim), dtype=dtype)
     q = tokens((3, count, 6, dim), 1, dtype)[0].transpose(1, 2)
@@ -204,8 +193,7 @@ def test_norms_are_looked_at() -> None:
 def test_a_layer_up_to_its_attention_is_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """One product for q, k and v, one that rotates, quantizes and appends; no operation of torch that computes lies between."""
     monkeypatch.setenv("HALFBYTE_IMPL", "triton")
-    launches: list[int] = []
-    monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
+    launches = watched(monkeypatch, GridExecutor, "__call__")
     weights = tuple(quantize(torch.randn(n, 128), name) for n, name in ((256, "nf4"), (128, "int4_g32"), (128, "int4_g32")))
     cache, x, rope = KVCache(2, 2, 64, 8), torch.randn(2, 1, 128).half(), rope_tables(torch.zeros(2, 1), 64)
 

@@ -19,7 +19,7 @@ from halfbyte.plans.append import takes_matrix
 from halfbyte.reference.block import Norm, rms_norm
 from halfbyte.reference.rope import apply_rope
 from halfbyte.tensors import KeyTransform
-from interpreted.test_triton_append import counted
+from watched import watched
 
 
 def transform_of(heads: int, dim: int, dtype: torch.dtype, shift: bool = True) -> KeyTransform:
@@ -31,13 +31,8 @@ def step(batch: int, heads: int, group: int, tokens: int, dim: int, dtype: torch
     """Arguments of an append, heads and tokens as a projection leaves them."""
     q, k, v = (torch.randn(batch, tokens, n, dim).to(dtype).transpose(1, 2) for n in (heads * group, heads, heads))
     rope = Rope(*torch.randn(2, batch, tokens, dim // 2))
-    return {
-        "k": k,
-        "v": v,
-        "q": q,
-        "rope": rope,
-        "norms": HeadNorms(*torch.rand(2, dim).to(dtype), 1e-6, "rounded") if norms else None,
-    }
+    head_norms = HeadNorms(*torch.rand(2, dim).to(dtype), 1e-6, "rounded") if norms else None
+    return {"k": k, "v": v, "q": q, "rope": rope, "norms": head_norms}
 
 
 @pytest.mark.parametrize(("shape", "formats", "window", "dtype", "norms"), [
@@ -51,8 +46,7 @@ def test_keys_and_queries_are_multiplied_in_the_launch_of_the_append(
     shape: tuple[int, ...], formats: tuple[str, str], window: tuple[int, int], dtype: torch.dtype, norms: bool, monkeypatch: Any
 ) -> None:
     """In one launch, lengths included where few tokens come; stored as by the reference but for codes beside each other."""
-    launches: list[int] = []
-    monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
+    launches = watched(monkeypatch, GridExecutor, "__call__")
     torch.manual_seed(0)
     batch, heads, group, tokens, dim = shape
     options = {"keys": formats[0], "values": formats[1], "rotate_keys": False, "dtype": dtype}

@@ -234,16 +234,8 @@ def test_a_nan_in_a_query_stays_in_its_row() -> None:
     chunk=st.sampled_from([0, 1, 100, 1024]),
 )
 def test_tiles(keys: str, values: str, batch: int, heads: int, rows: int, capacity: int, dim: int, chunk: int) -> None:
-    chosen = triton_tiles(
-        *(key_format(keys), key_format(values)),
-        batch=batch,
-        heads=heads,
-        rows=rows,
-        capacity=capacity,
-        dim=dim,
-        num_sms=132,
-        chunk=chunk,
-    )
+    sizes = {"batch": batch, "heads": heads, "rows": rows, "capacity": capacity, "dim": dim, "num_sms": 132, "chunk": chunk}
+    chosen = triton_tiles(key_format(keys), key_format(values), **sizes)
     assert chosen.block_tokens % (key_format(keys).token_block or 16) == 0
     assert chosen.splits >= 1
     if chunk:

@@ -22,6 +22,7 @@ from halfbyte.plans.gemm_portable import PortableTiles, portable_tiles
 from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.gemm_slabs import dequantized_rows
 from halfbyte.reference.experts import ExpertsCall
+from watched import watched
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]
 
@@ -115,11 +116,9 @@ def test_blocks_of_rows_change_no_bits() -> None:
 
 
 def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[_experts_prompt.Way] = []
-    right = _experts_prompt.run
     for module in ("experts_linear", "_linear_on_gpu"):
         monkeypatch.setattr(f"halfbyte.ops.{module}.gpu", lambda _: GPU("", 132, (10, 0)))
-    monkeypatch.setattr(_experts_prompt, "run", lambda call, way, out: ran.append(way) or right(call, way, out))
+    ran = watched(monkeypatch, _experts_prompt, "run", lambda call, way, out: way)
     case = Mixture(normal(96, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(96, 1, dtype=torch.int64))
     case.check(_run_on_gpu)
     case.check(_run_triton)
@@ -132,27 +131,25 @@ def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_stay_sorted_between_projections_change_no_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with ids that are no expert, an expert without tokens, biases, and another order of columns in each expert."""
     sorts: list[int] = []
-    right = _experts_prompt.sorted_pairs
     gates = normal(len(IDS), 2).softmax(1)
     for act_order in (False, True):
         first, last = stack(name, 4, 128, 128, act_order=act_order), stack(name, 4, 66, 64, act_order=act_order)
         up = Mixture(normal(len(IDS), 128).bfloat16(), first, IDS, None, normal(4, 128), OAI)
         down = Mixture(by_blocks(up), last, IDS, gates, normal(4, 66))
         expected = by_blocks(down)
-        monkeypatch.setattr(_experts_prompt, "sorted_pairs", lambda ids, experts, _: sorts.append(experts) or right(ids, experts))
+        seen = watched(monkeypatch, _experts_prompt, "sorted_pairs", lambda ids, experts, _: experts)
         out = down.new_result().fill_(torch.nan)
         _experts_prompt.run_both(up, down._replace(x=up.x), (48, 32), out)
         monkeypatch.undo()
+        sorts += seen
         assert torch.equal(out, expected)
     assert sorts == [4, 4]
 
 
 def test_auto_keeps_the_rows_of_prompts_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[int, int]] = []
-    right = _experts_prompt.run_both
     for module in ("experts_linear", "_linear_on_gpu"):
         monkeypatch.setattr(f"halfbyte.ops.{module}.gpu", lambda _: GPU("", 132, (10, 0)))
-    monkeypatch.setattr(_experts_prompt, "run_both", lambda up, down, rows, out: ran.append(rows) or right(up, down, rows, out))
+    ran = watched(monkeypatch, _experts_prompt, "run_both", lambda up, down, rows, out: rows)
     up, down, gates = stack("int4_g32", 1, 128, 64), stack("int4_g32", 1, 12, 64), torch.ones(96, 1)
     for tokens in (96, 95):
         x, ids = normal(tokens, 64).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int64)

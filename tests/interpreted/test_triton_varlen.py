@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from halfbyte.ops import decode_attention as on_gpu
-from halfbyte.plans.decode_problem import DecodeProblem
 from test_attention_varlen import OPTIONS, assert_same, in_chunks
 from varlen_cases import BAD_BOUNDS, MIXED, WithExactTokens, batch_of
+from watched import watched
 
 #: numpy warns of what a GPU computes silently, and as meant: log2 of 0, NaN that was put there.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -60,9 +60,7 @@ def test_even_batches_take_the_kernels_of_decoding(most: int, monkeypatch: pytes
     """With empty sequences behind; what the bounds are is not looked at."""
     batch = batch_of([(most, 40), (most, 17), (most, most), (0, 0)], dtype=torch.float16, padding=most)
     expected = batch.attend(impl="reference")
-    problems: list[DecodeProblem] = []
-    plans = on_gpu._plans
-    monkeypatch.setattr(on_gpu, "_plans", lambda p, *rest: problems.append(p) or plans(p, *rest))
+    problems = watched(monkeypatch, on_gpu, "_plans", lambda p, *_: p)
     out, lse = batch.attend(impl="triton")
     assert [p.ragged for p in problems] == [False]
     torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)

@@ -15,7 +15,7 @@ from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
-from halfbyte_lab.studies import capacity, decode_70b, study
+from halfbyte_lab.studies import capacity, decode_70b
 
 SMALL = Rank(hidden=128, q_heads=4, kv_heads=1, dim=32, ffn=64, layers=6, vocabulary=48)
 
@@ -39,10 +39,8 @@ def test_a_rank_of_eight() -> None:
     rank = ONE_OF_EIGHT
     assert (rank.q_heads, rank.kv_heads, rank.ffn, rank.vocabulary) == (8, 1, 3584, 4000)
     assert rank.cache_bytes(1, 1, "bf16") == 2 * 2 * 128
-    assert (rank.cache_bytes(1, 1, "int4"), rank.cache_bytes(1, 1, "int4_g32")) == (
-        2 * 68,
-        2 * 80,
-    )  # as the published kernel's rows
+    # As the published kernel's rows.
+    assert (rank.cache_bytes(1, 1, "int4"), rank.cache_bytes(1, 1, "int4_g32")) == (2 * 68, 2 * 80)
     assert rank.layer_bytes(fp8=True) == 2 * 8192 * (1280 + 1024) + 3 * 8192 * 3584
 
 
@@ -132,7 +130,6 @@ def test_jobs_by_device_and_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert full[0].model.fp8
     assert [e.implementation for e in entries("cuda")][:2] == ["torch sdpa cudnn", "torch sdpa flash"]
     assert quick(pattern="nothing").run([job()]) == []
-    assert study("decode-70b").name == "decode-70b"
 
 
 # -------------------------------------------------------------------------------------------------------------------- capacity
@@ -193,4 +190,3 @@ def test_without_a_gpu_the_recorded_steps_speak() -> None:
     assert len(capacity.drawn(found)) == 1
     gpu = capacity.jobs(Session(Options(), GPU))
     assert len(gpu) == len(capacity.CONTEXTS) * len(capacity.FORMATS)
-    assert study("capacity").name == "capacity"

@@ -12,6 +12,7 @@ from halfbyte_lab.cases import engine_step
 from halfbyte_lab.cases.engine_step import Dense, Packed, Requests, Step
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.studies import engines
+from watched import watched
 
 MIXED = Requests(3, 20, prompt=6, past=15)
 
@@ -30,26 +31,14 @@ def test_it_runs_on_a_cpu(requests: Requests) -> None:
     expected = [(formats, f"halfbyte {part}") for formats in engines.FORMATS[1:] for part in ours]
     assert [(r.formats, r.implementation) for r in measured] == [*expected, ("bf16", "torch sdpa")]
     assert all(r.seconds and r.error is not None and not r.refused for r in measured)
-    assert measured[0].shape == {
-        "B": requests.decodes,
-        "T": 20,
-        "L": requests.prompt,
-        "P": requests.past,
-        "page": 16,
-        "Hq": 2,
-        "H": 1,
-        "D": 64,
-    }
+    sizes = {"B": requests.decodes, "T": 20, "L": requests.prompt, "P": requests.past}
+    assert measured[0].shape == {**sizes, "page": 16, "Hq": 2, "H": 1, "D": 64}
     tokens = 2 * 20 if not requests.prompt else 3 * 20 + 21
     assert measured[0].nbytes == tokens * (64 + 2 + 32 + 2 * 2 * 2)  # int8 and its scale; int4 with two scales and offsets
 
 
 def test_what_is_said_of_deterministic_batch_ran_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    right = engine_step.attention_varlen
-    monkeypatch.setattr(
-        engine_step, "attention_varlen", lambda *args, **kw: asked.append(kw["deterministic_batch"]) or right(*args, **kw)
-    )
+    asked = watched(monkeypatch, engine_step, "attention_varlen", lambda *_, deterministic_batch, **options: deterministic_batch)
     for name, expected in ((engines.ATTENTION, {False}), (engines.INVARIANT, {True})):
         asked.clear()
         assert quick(pattern=f"int8 halfbyte {name}$").run([engines.StepJob(MIXED)])

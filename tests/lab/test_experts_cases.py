@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from benches import quick
 
 from halfbyte.errors import InvalidArgument
-from halfbyte.reference.experts import ExpertsCall
 from halfbyte_lab.baselines import triton_experts
 from halfbyte_lab.cases import experts_cases
 from halfbyte_lab.measure.records import Record
@@ -42,11 +40,7 @@ def test_bytes_are_those_of_the_experts_that_are_hit() -> None:
 
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     right = experts_cases.run
-
-    def wrong(call: ExpertsCall, impl: str) -> torch.Tensor:
-        return 1.05 * right(call, impl)
-
-    monkeypatch.setattr(experts_cases, "run", wrong)
+    monkeypatch.setattr(experts_cases, "run", lambda call, impl: 1.05 * right(call, impl))
     (found,) = quick(pattern="1 token").run([DOWN])
     assert found.seconds is None
     assert "exceeds the allowed" in found.refused

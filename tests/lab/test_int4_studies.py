@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,21 +56,16 @@ def rec(op: str, case: str, batch: int, formats: str, by: str, us: float | None,
 
 def test_ways_are_judged_before_and_after_they_are_timed() -> None:
     inputs = Inputs.random(SMALL, torch.device("cpu"))
-    calls = 0
-    paired = []
+    paired, calls = [], itertools.count()
 
     def right(cache: KVCache) -> torch.Tensor:
         paired.append(pair_launches())
         return attend(inputs.q, cache, "cpu")
 
     def fails_later(cache: KVCache) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return right(cache) * (1.0 if calls <= 4 else 1.5)
+        return right(cache) * (1.0 if next(calls) < 4 else 1.5)
 
-    def breaks(cache: KVCache) -> torch.Tensor:
-        raise Unsupported("not here")
-
+    breaks = Mock(side_effect=Unsupported("not here"))
     ways = {
         "right": DecodeVariant(right, sizes={"splits": 3}),
         "overlapping": DecodeVariant(right, paired=True),

@@ -22,6 +22,7 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.studies import int8_granularity as gran
 from halfbyte_lab.studies import int8_splitk as splitk
+from watched import watched
 
 # ---------------------------------------------------------------------------------------------------------------- int8-splitk
 
@@ -54,9 +55,7 @@ def test_splitk_on_a_cpu_runs_every_problem_and_cuts_nothing() -> None:
 
 
 def test_splitk_has_queries_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    right = splitk.attend
-    monkeypatch.setattr(splitk, "attend", lambda q, cache, impl: seen.append(q.dtype) or right(q, cache, impl))
+    seen = watched(monkeypatch, splitk, "attend", lambda q, *_, **options: q.dtype)
     job = splitk.AttendJob(small(splitk.HALF), baselines=True, half=True)
     measured = quick().run([job])
     assert not any(r.refused for r in measured)
@@ -112,18 +111,9 @@ def test_splitk_tells_what_a_program_takes_of_an_sm() -> None:
 
 def made(problem: DecodeCase, name: str, seconds: float, **sizes: int) -> Record:
     shape = {**problem.shape.sizes, **sizes}
-    common = {"seconds": seconds, "p10": seconds, "p90": seconds, "error": 1e-3, "case": problem.name, "method": "cuda graph"}
-    return Record(
-        splitk.OP,
-        shape,
-        splitk.FORMAT,
-        name,
-        2_097_152,
-        WHERE,
-        roof_gb_per_s=1000.0,
-        roof_share=0.5,
-        **common,  # type: ignore[arg-type]
-    )
+    times = {"seconds": seconds, "p10": seconds, "p90": seconds, "error": 1e-3, "roof_gb_per_s": 1000.0, "roof_share": 0.5}
+    known: dict[str, Any] = {**times, "case": problem.name, "method": "cuda graph"}
+    return Record(splitk.OP, shape, splitk.FORMAT, name, 2_097_152, WHERE, **known)
 
 
 # ----------------------------------------------------------------------------------------------------------- int8-granularity

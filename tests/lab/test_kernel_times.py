@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,9 +137,7 @@ def test_it_is_said_why_there_are_no_times(fake: FakeProfiler, monkeypatch: pyte
                 patch.setattr(cupti, name, value)
             return cupti.unavailable(HERE)
 
-    def fails(**_: object) -> None:
-        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nmore")
-
+    fails = Mock(side_effect=RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nmore"))
     assert because() == ""
     assert because(supported_activities=lambda: {ProfilerActivity.CPU}) == "this torch is built without CUPTI"
     assert because(profile=fails) == "torch.profiler fails: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
@@ -157,11 +156,7 @@ def test_a_session_traces_on_a_gpu_that_lets_it(fake: FakeProfiler, capsys: pyte
     profiles = fake.profiles
     assert on.kernel_seconds({}) == {}
     assert fake.profiles == profiles
-
-    def fails() -> None:
-        raise torch.OutOfMemoryError("full")
-
-    assert on.kernel_seconds({"big one": Work([fails])}) == {}
+    assert on.kernel_seconds({"big one": Work([Mock(side_effect=torch.OutOfMemoryError("full"))])}) == {}
     assert "no kernel times of big one: OutOfMemoryError: full" in capsys.readouterr().err
     suite.run(cpu, [])
     assert "no times of kernels by CUPTI: there is no GPU here" in capsys.readouterr().out

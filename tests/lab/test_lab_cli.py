@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 import command_line
-from halfbyte import cli as halfbyte_cli
 from halfbyte_lab import bench
 from halfbyte_lab.measure import records
 
@@ -38,12 +37,7 @@ run = partial(command_line.run, command=bench.main)
     ],
 )
 def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 1
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("halfbyte: ")
-    assert output.err.count("\n") == 1
-    assert named in output.err
+    assert named in command_line.refusal(capsys, *arguments, command=bench.main)
 
 
 def test_a_narrow_terminal_cuts_no_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,8 +68,7 @@ def test_several_studies_are_one_run(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.usefixtures("brief")
 def test_extract_and_the_variants_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, page = tmp_path / "layer", tmp_path / "p.html"
-    with pytest.raises(SystemExit, match="0"):
-        halfbyte_cli.main(["extract", "demo", "--layer", "-1", "--head", "5", "-o", str(folder)])
+    assert command_line.run("extract", "demo", "--layer", "-1", "--head", "5", "-o", str(folder)) == 0
     assert "layer 5 of demo: q [64, 256], k [64, 256], v [64, 256]; biases are zero" in capsys.readouterr().out
     command = ["qkv", "--weights", str(folder), "--quick", "--device", "cpu", "--threads", "1"]
     assert run(*command, "--filter", "demo layer 5 head 5 nf4", "--html", str(page)) == 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -162,10 +164,7 @@ def test_the_filter_leaves_layers_out_before_their_data_is_made(monkeypatch: pyt
 
 
 def test_weights_that_cannot_be_made_leave_their_bars_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(halfbyte, "quantize", fail)
+    monkeypatch.setattr(halfbyte, "quantize", Mock(side_effect=RuntimeError("out of memory")))
     measured = list(linear_cases.LayerJob(SMALL, ("auto",)).measure(quick(pattern="int4_sym")))
     assert [r.case for r in measured] == ["64 x 256, 1 row", "64 x 256, 4 rows"]
     assert all("out of memory" in r.refused and r.bars[0].value is None for r in measured)
@@ -379,12 +378,11 @@ def test_one_launch_for_three_is_measured() -> None:
 
 
 def test_one_launch_that_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = halfbyte.qkv_projection, 0
+    right, calls = halfbyte.qkv_projection, count()
 
-    def mutant(x: torch.Tensor, weights: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        nonlocal calls
-        calls += 1
-        return tuple(y + (calls > 2) for y in right(x, weights, **options))  # a CPU has a rotation of two
+    def mutant(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        wrong = next(calls) > 1  # a CPU has a rotation of two
+        return tuple(y + wrong for y in right(*args, **options))
 
     monkeypatch.setattr(halfbyte, "qkv_projection", mutant)
     three, _, one = qkv_cases.FusedJob(SHAPE, "auto", (1,)).measure(quick(pattern="nf4"))

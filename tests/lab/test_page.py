@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from command_line import run
+from command_line import refusal, run
 from halfbyte.errors import InvalidArgument
 from halfbyte_lab import bench, suites
 from halfbyte_lab.cases import figures
@@ -101,13 +101,8 @@ def test_the_latest_record_of_each_thing_is_kept() -> None:
     old, new, other = rec(seconds=1.0), rec(seconds=2.0, environment=later), rec("int8", 3.0)
     assert latest([new, old, other]) == [new, other]
     assert latest([old, rec(seconds=4.0)]) == [rec(seconds=4.0)]  # of one run the last
-    apart = [
-        rec(environment=CPU),
-        rec(),
-        rec(environment=dataclasses.replace(CPU, threads=1)),
-        rec(study="int4-gqa"),
-        rec(case="x"),
-    ]
+    machines = [rec(environment=CPU), rec(), rec(environment=dataclasses.replace(CPU, threads=1))]
+    apart = [*machines, rec(study="int4-gqa"), rec(case="x")]
     assert latest(apart) == apart
 
 
@@ -251,6 +246,7 @@ def test_the_page_keeps_machines_apart_and_names_commands(tmp_path: Path) -> Non
     ).read_text()
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", page)
     assert headings == ["Decode attention and appends, with bars, GPU one", "Linear, CPU, 2 threads", "Where and how"]
+    assert "M1" in page  # of a case without a name, its sizes
     assert page.count("halfbyte bench decode") == 2  # with its section, and among the environments
     assert "# 2026-01-01T00:00, abc123" in page
     assert "Refused: wrong &lt;result&gt;" in page
@@ -294,10 +290,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         (None, "is not a file"),
         ("", "holds no record"),
-        (
-            '{"op": ',
-            "holds no record (",
-        ),
+        ('{"op": ', "holds no record ("),
         ("not json\n" + json.dumps({}) + "\n", "line 1: not a record"),
         (json.dumps({"op": "linear", "environment": dataclasses.asdict(GPU)}) + "\n", "(it has no 'shape')"),
         (
@@ -331,11 +324,7 @@ def test_bad_records_are_one_line(text: str | None, named: str, tmp_path: Path, 
     path = tmp_path / "r.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SystemExit, match="1"):
-        bench.main(["report", str(path), "-o", str(tmp_path / "r.html")])
-    error = capsys.readouterr().err
-    assert named in error
-    assert error.count("\n") == 1
+    assert named in refusal(capsys, "report", str(path), "-o", str(tmp_path / "r.html"), command=bench.main)
     assert not (tmp_path / "r.html").exists()
 
 

@@ -47,19 +47,13 @@ def test_packed_folders_load_and_speak(word, tmp_path):
     assert model(torch.arange(9)[None]).logits.isfinite().all()
 
 
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+
+
 @pytest.mark.parametrize("word", ["int4_g64", "gptq"])
 def test_packed_folders_of_mixtures_load_and_speak(word, tmp_path):
-    sizes = tf.Qwen3MoeConfig(
-        hidden_size=256,
-        moe_intermediate_size=128,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=96,
-    )
+    experts = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = tf.Qwen3MoeConfig(**SIZES, hidden_size=256, num_key_value_heads=2, head_dim=64, **experts)
     model = halfbyte.hf.load(folders.write(sizes, Mode.parse(word), tmp_path, 2))
     stacks = [layer.mlp.experts.gate_up_proj.weight.dequantize() for layer in model.model.layers]
     experts = [expert for stack in stacks for expert in stack]
@@ -69,31 +63,11 @@ def test_packed_folders_of_mixtures_load_and_speak(word, tmp_path):
 
 def test_latents_and_biases_of_experts_have_files(tmp_path):
     """DeepSeek V2 Lite and gpt-oss in small."""
-    latent = tf.DeepseekV2Config(
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        vocab_size=96,
-    )
-    oss = tf.GptOssConfig(
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_local_experts=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=96,
-    )
+    experts = {"intermediate_size": 128, "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    parts = {"q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    latent = tf.DeepseekV2Config(**SIZES, hidden_size=128, **experts, **parts)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 32}
+    oss = tf.GptOssConfig(**SIZES, **sizes)
     for sizes in (latent, oss):
         model = halfbyte.hf.load(folders.write(sizes, Mode.parse("int4_g32"), tmp_path, 2))
         assert model(torch.arange(9)[None]).logits.isfinite().all()

@@ -12,14 +12,14 @@ from benches import CPU, GPU
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
 import halfbyte.hf as hf
-from halfbyte.reference.experts import ExpertsCall
 from halfbyte_lab import model_step
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Options, Session
 from halfbyte_lab.model_sizes import SIZES
 from halfbyte_lab.model_step import ALONE, PACKED, PLAIN, Formats, Steps, checked
-from halfbyte_lab.studies import step, study
+from halfbyte_lab.studies import step
+from watched import watched
 
 #: Cases of one rank.
 ONE_RANK = [case.name for case in step.CASES if case.ranks == 1]
@@ -49,7 +49,6 @@ def test_cases_can_be_built() -> None:
     published = {"llama-3-8b": 8.03, "llama-3-70b": 70.6, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72}
     published |= {"qwen3.5-9b": 8.95, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9}
     assert found == {name: pytest.approx(size, rel=0.005) for name, size in published.items()}
-    assert study("step").name == "step"
 
 
 def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,24 +58,16 @@ def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     config = GptOssConfig(**sizes, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, vocab_size=96)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     hf.quantize(model, **case.formats.options)
-    judged, right = [], step.run
-
-    def watched(call: ExpertsCall, impl: str) -> torch.Tensor:
-        judged.append(call)
-        return right(call, impl)
-
-    monkeypatch.setattr(step, "run", watched)
+    right = step.run
+    judged = watched(monkeypatch, step, "run")
     step.judge(case, model)
-    assert [call.gates is None for call in judged] == [True, False] * 2  # both projections of a layer with a window, and without
+    assert [call.gates is None for call, _ in judged] == [True, False] * 2  # both projections of a layer with a window, and without
     monkeypatch.setattr(step, "run", lambda call, impl: 1.1 * right(call, impl))
     with pytest.raises(BenchmarkRefused, match=r"m-2: QuantExperts\("):
         step.judge(case, model)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [("", ONE_RANK), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])],
-)
+@pytest.mark.parametrize(("pattern", "names"), [("", ONE_RANK), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])])
 def test_the_last_case_of_a_filter_is_traced(pattern: str, names: list[str]) -> None:
     found = step.jobs(Session(Options(pattern=pattern), GPU))
     assert [job.name for job in found] == names
@@ -125,14 +116,8 @@ def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launches_by_kind() -> None:
-    kernels = {
-        "129 x linear": 1e-3,
-        "32 x decode": 3e-4,
-        "32 x append_tokens": 1e-4,
-        "64 x add_norm": 2e-4,
-        "32 x gated": 5e-5,
-        "7 x copy": 1e-5,
-    }
+    kernels = {"129 x linear": 1e-3, "32 x decode": 3e-4, "32 x append_tokens": 1e-4, "64 x add_norm": 2e-4}
+    kernels |= {"32 x gated": 5e-5, "7 x copy": 1e-5}
     record = Record("generate", {"B": 1}, "f", "halfbyte, fused blocks", 10**9, Session(Options(), CPU).environment, seconds=2e-3)
     traced = replace(record, kernels=kernels, roof_share=0.5, case="8b-1", note="first token 101.5 ms")
     found = {kind: round(us) for kind, us in step.kinds(traced).items()}

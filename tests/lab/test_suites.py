@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from benches import BRIEF, CPU, GPU, quick
 
 import halfbyte
+from command_line import run
 from halfbyte_lab import bench, precompile, suites
 from halfbyte_lab.baselines import Baseline, Prepared, attention
 from halfbyte_lab.baselines import linear as linear_adapters
@@ -147,11 +149,7 @@ def test_all_has_every_command_and_every_study() -> None:
     assert {s.section.title for s in every} >= {"Decode attention", "Linear", "Peers", *QUESTIONS}
     on_gpu = quick()
     on_gpu.device = GPU
-    assert [s.section for s in suites.every(on_gpu)][:3] == [
-        suites.DECODE,
-        suites.LINEAR,
-        suites.BASELINES,
-    ]
+    assert [s.section for s in suites.every(on_gpu)][:3] == [suites.DECODE, suites.LINEAR, suites.BASELINES]
 
 
 def test_a_study_is_told_as_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +183,7 @@ def test_bench_all_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     chosen = [suite([FakeJob("a", seen)], "first"), suite([FakeJob("b", seen, KeyboardInterrupt)], "second")]
     monkeypatch.setattr(suites, "every", lambda _: chosen)
     page, output = tmp_path / "p.html", tmp_path / "r.jsonl"
-    with pytest.raises(SystemExit, match="130"):
-        bench.main(["all", "--quick", "--device", "cpu", "-o", str(output), "--html", str(page), "--json"])
+    assert run("all", "--quick", "--device", "cpu", "-o", str(output), "--html", str(page), "--json", command=bench.main) == 130
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["case"] for line in lines] == ["a"]
     assert [r.case for r in records.read(output).records] == ["a"]
@@ -211,14 +208,8 @@ def test_a_mutant_of_attention_is_refused_by_every_bench(monkeypatch: pytest.Mon
 
 
 def test_what_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = halfbyte.decode_attention, 0
-
-    def mutant(q: torch.Tensor, cache: halfbyte.KVCache, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return right(q, cache, **options) + (calls > 1)
-
-    monkeypatch.setattr(halfbyte, "decode_attention", mutant)
+    right, calls = halfbyte.decode_attention, count()
+    monkeypatch.setattr(halfbyte, "decode_attention", lambda *a, **k: right(*a, **k) + (next(calls) > 0))
     (record,) = quick(pattern="halfbyte").run(decode.cases(quick(), [DecodeShape(2, 4, 2, 32, 24)], ["int8"]))
     assert record.seconds is None
     assert "as it was timed" in record.refused
@@ -254,12 +245,10 @@ def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]
     absent = Baseline("x", "linear", "int4", packages=("no_such_package.part",), install="x", gpu=True)
     assert absent.missing(CPU) == "not installed: pip install x; needs an NVIDIA GPU"
     assert absent.missing(GPU) == "not installed: pip install x"
-    with pytest.raises(SystemExit, match="0"):
-        bench.main(["baselines", "--device", "cpu", "--json"])
+    assert run("baselines", "--device", "cpu", "--json", command=bench.main) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["peer"]: row["runs here"] for row in rows} == listed
-    with pytest.raises(SystemExit, match="1"):
-        bench.main(["baselines", "--quick"])
+    assert run("baselines", "--quick", command=bench.main) == 1
     assert "need --measure" in capsys.readouterr().err
 
 

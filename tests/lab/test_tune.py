@@ -520,9 +520,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
     """Every plan has its kernels, specialised as an aligned launch is; nothing is compiled here."""
     pytest.importorskip("triton")
     device = replace(describe("cpu"), name="NVIDIA H200", sm_count=132, capability=(9, 0))
-    jobs = [
-        *(tune.LinearTuning((4096, 1024, 1024), 4096, "mxfp4", rows, store_at(Path())) for rows in (4, 32)),
-    ]
+    jobs = [*(tune.LinearTuning((4096, 1024, 1024), 4096, "mxfp4", rows, store_at(Path())) for rows in (4, 32))]
     for one in (job.planned(device.gpu, True) for job in jobs):
         for plan in one.plans.values():
             found = list(precompile.configurations(one.problem, plan))
@@ -545,14 +543,7 @@ def test_the_command_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    command = (
-        "tune",
-        "--dry-run",
-        "--linear",
-        "4096,1024,1024x4096,4096x4096",
-        "--rows",
-        "1,300",
-    )
+    command = ("tune", "--dry-run", "--linear", "4096,1024,1024x4096,4096x4096", "--rows", "1,300")
     assert run(*command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4096,1024,1024 x 4096, 1 row, int4_sym_g128: ")

@@ -75,12 +75,7 @@ def test_locals_are_nouns(where: str) -> None:
 def test_a_participle_is_recognized(tmp_path: Path) -> None:
     assert [
         name for name in ("found", "made", "wanted", "_kept", "rows", "speed", "packed", "is_known") if is_participle(name)
-    ] == [
-        "found",
-        "made",
-        "wanted",
-        "_kept",
-    ]
+    ] == ["found", "made", "wanted", "_kept"]
     source = tmp_path / "source.py"
     source.write_text("found = 1\ndef f(given):\n    made = [kept for kept in given]\n    return made\n")
     assert participles((source,)) == ([f"{source}:3: made", f"{source}:3: kept"], 2)
