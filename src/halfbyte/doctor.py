@@ -12,7 +12,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -255,6 +255,17 @@ def _calls(device: Any) -> Iterator[tuple[str, str, Run]]:
         cache = appended(keys, values, "reference")
         return list(halfbyte.decode_attention(normal(2, 8, queries, 128), cache, impl=impl, return_lse=True))
 
+    @lru_cache(None)
+    def weight(name: str, *shape: int) -> Any:
+        return halfbyte.quantize(normal(*shape).float() / 32, name)
+
+    def multiplied(name: str, rows: int, impl: str) -> Sequence[Any]:
+        return [halfbyte.linear(normal(rows, 1024), weight(name, 384, 1024), impl=impl)]
+
+    def routed(name: str, tokens: int, impl: str) -> Sequence[Any]:
+        ids = torch.arange(2 * tokens, device=device).view(tokens, 2) % 4
+        return [halfbyte.experts_linear(normal(tokens, 1024), weight(name, 4, 256, 1024), ids, impl=impl)]
+
     sides = [name for name, fmt in KV_FORMATS.items() if not fmt.token_block]
     for i, keys in enumerate(KV_FORMATS):
         values = sides[i % len(sides)]
@@ -264,15 +275,10 @@ def _calls(device: Any) -> Iterator[tuple[str, str, Run]]:
             words = f"decode_attention, {pair}, {4 * queries} query rows"
             yield "decode_attention", words, partial(attended, keys, values, queries)
     for name in WEIGHT_FORMATS:
-        weight = halfbyte.quantize(normal(384, 1024).float() / 32, name)
         for rows in (1, 16, 64, 300):
-            x = normal(rows, 1024)
-            yield "linear", f"linear, {name}, M = {rows}", lambda impl, x=x, w=weight: [halfbyte.linear(x, w, impl=impl)]  # type: ignore[misc]
-        stack = halfbyte.quantize(normal(4, 256, 1024).float() / 32, name)
+            yield "linear", f"linear, {name}, M = {rows}", partial(multiplied, name, rows)
         for tokens in (1, 40, 300):
-            x, ids = normal(tokens, 1024), torch.arange(2 * tokens, device=device).view(tokens, 2) % 4
-            words = f"experts_linear, {name}, {tokens} tokens"
-            yield "experts_linear", words, lambda impl, x=x, w=stack, ids=ids: [halfbyte.experts_linear(x, w, ids, impl=impl)]  # type: ignore[misc]
+            yield "experts_linear", f"experts_linear, {name}, {tokens} tokens", partial(routed, name, tokens)
 
 
 def _notes(versions: dict[str, str]) -> list[str]:
