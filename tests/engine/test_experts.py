@@ -40,10 +40,21 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": LLAMA["num_attention_heads"],
     "head_dim": 64,
 }
+#: Its published files have another name for the bias than transformers.
+EXAONE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
 CONFIGS = {
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
     "mixtral": lambda: tf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": lambda: tf.Glm4MoeConfig(**LLAMA, **DEEPSEEK),
+    "exaone_moe": lambda: tf.ExaoneMoeConfig(**LLAMA, **EXAONE, mlp_layer_types=["dense", "sparse"]),
     "deepseek_v3": lambda: tf.DeepseekV3Config(**{**LLAMA, **DEEPSEEK, **LATENT}),
 }
 
@@ -78,6 +89,7 @@ def mixture(tiny, tmp_path_factory: pytest.TempPathFactory):
         later("gpt_oss", "int8_col", 2),
         later("mixtral", "nvfp4", 2),
         ("glm4_moe", "nvfp4", 2),
+        ("exaone_moe", "int4_g32", 1),
     ],
 )
 def test_an_engine_says_what_transformers_says(family: str, fmt: str, ranks: int, mixture) -> None:

@@ -123,9 +123,13 @@ def sorted_out(stored: Mapping[str, Own | Foreign]) -> tuple[dict[str, Own | For
     return linear, mixtures
 
 
-def own_stacks_mapper(mixtures: Iterable[Mixture]) -> WeightsMapper:
-    """Renames the parts of stacks in folders of halfbyte to parameters, and drops what stops other loaders at them."""
-    stacks = [stack.stored.name for mixture in mixtures for stack in mixture.values() if isinstance(stack, OwnStack)]
+def own_stacks_mapper(mixtures: Iterable[Mixture], names: WeightsMapper) -> WeightsMapper:
+    """Renames the parts of stacks in folders of halfbyte to parameters, and drops what stops other loaders at them.
+
+    names: applied before
+    """
+    own = [stack.stored.name for mixture in mixtures for stack in mixture.values() if isinstance(stack, OwnStack)]
+    stacks = names.apply_list(own)
     if not stacks:
         return WeightsMapper()
     patterns: dict[re.Pattern[str], str | None] = {re.compile(rf"^({'|'.join(map(re.escape, stacks))})$"): None}

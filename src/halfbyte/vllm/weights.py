@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather
@@ -39,15 +41,13 @@ from halfbyte.ops.linear import level_of, linear_of_parts, projections_of_parts
 from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
-from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
+from halfbyte.vllm.experts import PROJECTIONS, HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.registered import Registered
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
 from halfbyte.vllm.warm_up import LinearKernels, compile_linear
 
-#: What transformers and some of vLLM's models call the module that holds experts.
-RENAMED = (".mlp.", ".block_sparse_moe.")
 #: What config.json, and vLLM, call OpenAI's stacks of experts in MXFP4.
 GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
 #: A module of a layer; in heads of Step 3.5 vLLM's name has a word more than that in the files.
@@ -74,8 +74,8 @@ class HalfbyteConfig(Registered):
         super().__init__()
         self.adapter = adapter
         self.stored, self.mixtures = sorted_out(stored)
-        #: What vLLM calls otherwise than transformers, whose names are those of folders of halfbyte.
-        self.renamed: dict[str, str | None] = {}
+        #: The model type whose published files have other names than transformers, and so than folders of halfbyte.
+        self.model_type = ""
         #: The formats of the cache that a folder was saved with.
         self.cache: Mapping[str, Any] | None = None
 
@@ -101,6 +101,9 @@ class HalfbyteConfig(Registered):
 
         self.cache = getattr(hf_config, SAVED, None)
         if self.adapter is None:
+            self.model_type = getattr(type(hf_config), "model_type", "")  # of a draft, vLLM has changed that of hf_config
+            names = WeightsMapper(orig_to_new_renaming=published_names(self.model_type))
+            self.stored, self.mixtures = names.apply_dict(self.stored), names.apply_dict(self.mixtures)
             return
         names = get_safetensors_params_metadata(model_name, revision=revision)
         self.stored, self.mixtures = sorted_out(foreign_weights(self.adapter, names))
@@ -115,8 +118,9 @@ class HalfbyteConfig(Registered):
         foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
         dotted = {part for source in foreign for part in source.held if "." in part}
         suffixes = {f".{part}": f".{parameter(part)}" for part in sorted(dotted)}
-        names = {**self.renamed, NOTICE: None}
-        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=names) | own_stacks_mapper(self.mixtures.values())
+        names = WeightsMapper(orig_to_new_renaming=published_names(self.model_type))
+        own = own_stacks_mapper(self.mixtures.values(), names)
+        return names | WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr={NOTICE: None}) | own
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
@@ -159,12 +163,22 @@ class HalfbyteConfig(Registered):
         return next((name + place[3] for name in names if any(module.startswith(name) for module in modules)), prefix)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> HalfbyteExperts | None:
-        """None: in 16 bits. Folders of halfbyte have transformers' name for the module around experts."""
-        ours, theirs = RENAMED
-        if self.adapter is None and theirs in prefix:
-            self.renamed = {ours: theirs}
-        mixture = self.mixtures.get(prefix.replace(theirs, ours) if self.renamed else prefix)
+        """None: in 16 bits."""
+        mixture = self.mixtures.get(prefix)
         return None if mixture is None else HalfbyteExperts(layer, prefix, mixture)
+
+
+@functools.cache
+def published_names(model_type: str) -> list[WeightRenaming]:
+    """What gives parts of layers the names in published files, which vLLM expects: steps of transformers when it writes."""
+    steps = get_checkpoint_conversion_mapping(model_type) or []
+    own = [step for step in steps[::-1] if type(step) is WeightRenaming]
+    return [step.reverse_transform() for step in own if not step.source_patterns[0].startswith("^") and not _is_stack(step)]
+
+
+def _is_stack(step: WeightRenaming) -> bool:
+    """Whether a step renames the weights of all experts, of which folders of halfbyte hold parts."""
+    return bool(step.target_patterns[0].endswith(tuple(PROJECTIONS)))
 
 
 def _read_by_mapped_names(config: Any) -> None:
