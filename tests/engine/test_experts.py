@@ -10,11 +10,14 @@ import torch
 import transformers as tf
 from engines import assert_same, by_transformers, engine, generate, later, quantized, save
 from external_folders import gpt_oss
+from families import tiny_model
 from mixtures import expand
 from safetensors.torch import load_file
 from test_hf_expert_files import ONE, drop, write
 from test_weights import RANKS, copied, plain, refused
 from tiny_models import LLAMA, made
+
+import halfbyte.hf
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
 #: As DeepSeek-V3 routes: groups of experts by their sigmoids, a bias for the choice alone, a shared expert; a dense layer first.
@@ -111,6 +114,22 @@ def test_one_expert_a_tensor(family: str, kind: str, ranks: int, tmp_path: Path)
     with engine(tmp_path, **foreign(model), **RANKS[ranks]) as llm:
         found = generate(llm, PROMPTS)
     assert_same(found, by_transformers(model, PROMPTS), within=1e-3)
+
+
+def biases(worker: Any) -> list[torch.Tensor]:
+    """Copies of the biases of a model's routers."""
+    return [p.data.clone() for n, p in worker.get_model().named_parameters() if n.endswith("e_score_correction_bias")]
+
+
+def test_a_bias_of_the_router_that_the_experts_hold(tmp_path: Path) -> None:
+    """That of Laguna, whose router does not run on a CPU."""
+    model = tiny_model("laguna")
+    expected = [t for n, t in model.state_dict().items() if n.endswith("e_score_correction_bias")]
+    folder = save(halfbyte.hf.quantize(model, weights="int4_g32"), tmp_path / "laguna")
+    with engine(folder) as llm:
+        (found,) = llm.collective_rpc(biases)
+    assert len(found) == 1
+    assert torch.equal(found[0], expected[0])
 
 
 @pytest.mark.nightly
