@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXACT, assert_same, by_transformers, engine, generate, later, quantized, save
+from engines import EXACT, SHIPPED, assert_same, by_transformers, engine, generate, later, quantized, save
 from external_folders import blocks, tiny, write
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
@@ -17,7 +17,7 @@ from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from halfbyte import quantize
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf import load
-from halfbyte.vllm import warm_up
+from halfbyte.vllm import selection, warm_up
 from halfbyte.vllm.names import backend_name
 from halfbyte.vllm.weights import HalfbyteLinear
 
@@ -141,6 +141,20 @@ def test_scales_that_are_not_finite_are_named(folder, tmp_path: Path) -> None:
         folder("int4_g64"), tmp_path / "bad", lambda t: t["model.layers.0.self_attn.o_proj.weight_scales"].fill_(torch.inf)
     )
     assert "model.layers.0.self_attn.o_proj" in refused(bad)
+
+
+def test_weights_that_nobody_quantized(folder, tmp_path: Path) -> None:
+    """A 16-bit folder, a configuration that names no weights, and weights that vLLM is to make up."""
+    assert "config.json has no quantization_config" in refused(SHIPPED, quantization="halfbyte")
+    config = {"quantization_config": {"quant_method": "halfbyte", "weights": "int4_g64"}}
+    assert "has no modules" in refused(SHIPPED, hf_overrides=config)
+    assert "load_format='dummy'" in refused(folder("int4_g64"), load_format="dummy")
+
+
+def test_options_of_a_cache_that_is_not_packed(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On platforms whose backends vLLM does not ask halfbyte for."""
+    monkeypatch.setattr(selection, "check_used", lambda config, backend: None)
+    assert "attention backend CPU_ATTN is not" in refused(folder("int4_g64"), additional_config=EXACT)
 
 
 def test_an_unknown_format_is_named(folder, tmp_path: Path) -> None:

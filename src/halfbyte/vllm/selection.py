@@ -29,11 +29,27 @@ def __getattr__(name: str) -> Any:
     if name in REPLACED:
         choice = None if config is None else _choice(config, name in ON_CPU)
         if choice is None:
+            if config is not None and name in ON_CPU:
+                check_used(config, name)
             return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
         name = choice
     model = getattr(config, "model_config", None)
     module = "mla" if getattr(model, "use_mla", False) else "backend"
     return resolve_obj_by_qualname(f"halfbyte.vllm.{module}.{name}")
+
+
+def check_used(config: Any, backend: str) -> None:
+    """Raise where an engine has options for halfbyte's cache, and another attention backend for all layers and drafts."""
+    from halfbyte.errors import check
+    from halfbyte.vllm.names import backend_names
+
+    others = config.speculative_config is not None or config.attention_config.backend_per_kind
+    unused = "halfbyte" in (config.additional_config or {}) and not others and backend not in backend_names()
+    check(
+        not unused,
+        f"additional_config has halfbyte options, and attention backend {backend} is not halfbyte's; give --attention-backend "
+        f"HALFBYTE_INT8__INT4_G32, or another of halfbyte's, or leave the options out",
+    )
 
 
 def _choice(config: Any, on_cpu: bool) -> str | None:

@@ -44,6 +44,7 @@ from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import PROJECTIONS, HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.registered import Registered
+from halfbyte.vllm.selection import check_used
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
 from halfbyte.vllm.warm_up import LinearKernels, compile_linear
@@ -92,6 +93,11 @@ class HalfbyteConfig(Registered):
             )
         if config.get("quant_method") != OWN:
             return cls({}, make_adapter(config))
+        if config.get("modules") is None:
+            raise CheckpointError(
+                "quantization_config has no modules, so no weights are quantized yet; serve the folder that `halfbyte quantize "
+                "MODEL -o FOLDER` writes"
+            )
         written = Written(**config)
         return cls({name: Own(name, weight_format(fmt), name in written.act_order) for name, fmt in written.modules.items()})
 
@@ -128,6 +134,8 @@ class HalfbyteConfig(Registered):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         config = get_current_vllm_config()
+        if config.load_config.load_format == "dummy":
+            raise Unsupported("load_format='dummy' makes up no quantized weights; serve the folder's own: leave load_format out")
         _read_by_mapped_names(config)
         prefix = self.name_in_files(prefix, config.model_config.hf_text_config.num_hidden_layers)
         if isinstance(layer, RoutedExperts):
@@ -138,8 +146,9 @@ class HalfbyteConfig(Registered):
             if not isinstance(layer, ParallelLMHead):
                 raise Unsupported(f"{prefix} is a quantized embedding; halfbyte quantizes linear layers only")
             return HalfbyteHead([self.stored[prefix]])
-        if isinstance(layer, Attention) and self.cache:
-            check_saved(self.cache, layer.attn_backend.get_name())
+        if isinstance(layer, Attention):
+            check_used(config, layer.attn_backend.get_name())
+            check_saved(self.cache or {}, layer.attn_backend.get_name())
         if not isinstance(layer, LinearBase):
             return None
         parent, _, child = prefix.rpartition(".")
