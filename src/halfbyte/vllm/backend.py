@@ -107,6 +107,15 @@ class HalfbyteBackend(PackedPages, AttentionBackend):  # type: ignore[misc]
         layout = PageLayout(*cls.pair, spec.head_size, spec.head_size_v)
         return replace(spec, dtype=torch.uint8, state_content_bytes=layout.token_head_bytes)
 
+    @staticmethod
+    def is_supported_on_current_device(**sizes: int) -> bool:
+        """What models ask whose values have fewer dims than keys, before they take a backend of vLLM's."""
+        return True
+
+    @staticmethod
+    def set_head_size_v(head_size_v: int) -> None:
+        """What they tell it: unused, since a layer says it."""
+
     @classmethod
     def supports_sink(cls) -> bool:
         return True
