@@ -101,6 +101,17 @@ def test_other_libraries_weights(kind: str, ranks: int, tmp_path: Path) -> None:
     assert_same(found, by_transformers(model, prompts), within=1e-3)
 
 
+def test_a_cache_that_the_files_name_is_passed_over(tmp_path: Path) -> None:
+    """NVIDIA's folders name an FP8 cache, which is vLLM's default for them; that of the backend goes before it."""
+    model = write(tiny(), tmp_path, blocks("modelopt nvfp4"), kv_cache_quant_algo="FP8")
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
+    with engine(tmp_path, backend_name("fp16", "fp16"), quantization="halfbyte") as llm:
+        found = generate(llm, prompts)
+    assert_same(found, by_transformers(model, prompts))
+    options = {"backend": backend_name("fp16", "fp16"), "quantization": "halfbyte"}
+    assert "kv_cache_dtype='bfloat16'" in refused(tmp_path, kv_cache_dtype="bfloat16", **options)
+
+
 def test_without_the_flag_vllm_reads_them_itself(tmp_path: Path) -> None:
     """Its own GPTQ refuses zero points."""
     write(tiny(), tmp_path, blocks("gptq v1"))

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from halfbyte.cache_plan import CachePlan, LayerFormats, read_plan
 from halfbyte.engine import PAGE_FORMATS, PageLayout, page_layouts
@@ -181,8 +182,11 @@ def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str, value_size: int
 
 
 def check_cache_dtype(pair: Pair, kv_cache_dtype: str) -> None:
-    """Raise for a kv_cache_dtype next to a backend that has formats of its own."""
-    if kv_cache_dtype not in ("auto", cache_dtype(PLAN if pair is None else backend_name(*pair))):
+    """Raise for a kv_cache_dtype next to a backend that has formats of its own; that of the model's files is passed over."""
+    config, own = get_current_vllm_config_or_none(), cache_dtype(PLAN if pair is None else backend_name(*pair))
+    model = None if config is None else config.model_config
+    of_files = "auto" if model is None else resolve_kv_cache_dtype_string("auto", model)
+    if kv_cache_dtype not in ("auto", own, of_files):
         raise Unsupported(
             f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend with formats of its own exclude each other; leave "
             f"kv_cache_dtype out"
