@@ -55,10 +55,8 @@ class Options(NamedTuple):
         config = get_current_vllm_config()
         additional = config.additional_config if isinstance(config.additional_config, dict) else {}
         entries, names = additional.get("halfbyte", {}), ", ".join(cls._fields)
-        misplaced = [name for name in additional if name in cls._fields or (name != "halfbyte" and str(name).lower() == "halfbyte")]
-        check(
-            not misplaced, f"additional_config has {misplaced}; expected {{'halfbyte': {{...}}}}, an object with some of: {names}"
-        )
+        strays = [name for name in additional if name in cls._fields or (name != "halfbyte" and str(name).lower() == "halfbyte")]
+        check(not strays, f"additional_config has {strays}; expected {{'halfbyte': {{...}}}}, an object with some of: {names}")
         check(isinstance(entries, dict), f"additional_config has halfbyte={entries!r}; expected an object with some of: {names}")
         unknown = [name for name in entries if name not in cls._fields]
         check(not unknown, f"additional_config has halfbyte options {unknown}; known are {names}")
@@ -127,8 +125,8 @@ def _check_skipped(config: Any) -> None:
     if speculation is not None:  # the model here may be the draft model
         models += [speculation.target_model_config, speculation.draft_model_config]
     layers = sum({id(m): m.hf_text_config.num_hidden_layers for m in models if m is not None}.values())
-    known = {"sliding_window", *map(str, range(layers))}
-    unknown = [name for name in config.cache_config.kv_cache_dtype_skip_layers if name not in known]
+    names = {"sliding_window", *map(str, range(layers))}
+    unknown = [name for name in config.cache_config.kv_cache_dtype_skip_layers if name not in names]
     check(
         not unknown,
         f"kv_cache_dtype_skip_layers names layers {', '.join(unknown)}; the model has layers 0 to {layers - 1}, and sliding_window "

@@ -45,10 +45,10 @@ def check_used(config: Any, backend: str) -> None:
     from halfbyte.errors import check
     from halfbyte.vllm.names import backend_names
 
-    others = config.speculative_config is not None or config.attention_config.backend_per_kind
-    unused = "halfbyte" in (config.additional_config or {}) and not others and backend not in backend_names()
+    if config.speculative_config is not None or config.attention_config.backend_per_kind:
+        return
     check(
-        not unused,
+        backend in backend_names() or "halfbyte" not in (config.additional_config or {}),
         f"additional_config has halfbyte options, and attention backend {backend} is not halfbyte's; give --attention-backend "
         f"HALFBYTE_INT8__INT4_G32, or another of halfbyte's, or leave the options out",
     )

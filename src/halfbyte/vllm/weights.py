@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather
@@ -41,7 +39,7 @@ from halfbyte.ops.linear import level_of, linear_of_parts, projections_of_parts
 from halfbyte.ops.workspace import replay_in_turn
 from halfbyte.plans.gemm_problem import GemmProblem
 from halfbyte.tensors import QuantTensor
-from halfbyte.vllm.experts import PROJECTIONS, HalfbyteExperts, own_stacks_mapper, sorted_out
+from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.registered import Registered
 from halfbyte.vllm.selection import check_used
@@ -108,7 +106,7 @@ class HalfbyteConfig(Registered):
         self.cache = getattr(hf_config, SAVED, None)
         if self.adapter is None:
             self.model_type = getattr(type(hf_config), "model_type", "")  # of a draft, vLLM has changed that of hf_config
-            names = WeightsMapper(orig_to_new_renaming=published_names(self.model_type))
+            names = self._published_names()
             self.stored, self.mixtures = names.apply_dict(self.stored), names.apply_dict(self.mixtures)
             return
         names = get_safetensors_params_metadata(model_name, revision=revision)
@@ -124,9 +122,14 @@ class HalfbyteConfig(Registered):
         foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
         dotted = {part for source in foreign for part in source.held if "." in part}
         suffixes = {f".{part}": f".{parameter(part)}" for part in sorted(dotted)}
-        names = WeightsMapper(orig_to_new_renaming=published_names(self.model_type))
+        names = self._published_names()
         own = own_stacks_mapper(self.mixtures.values(), names)
         return names | WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr={NOTICE: None}) | own
+
+    def _published_names(self) -> WeightsMapper:
+        from halfbyte.hf.quantization_config import published_names
+
+        return WeightsMapper(orig_to_new_renaming=published_names(self.model_type))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
@@ -175,19 +178,6 @@ class HalfbyteConfig(Registered):
         """None: in 16 bits."""
         mixture = self.mixtures.get(prefix)
         return None if mixture is None else HalfbyteExperts(layer, prefix, mixture)
-
-
-@functools.cache
-def published_names(model_type: str) -> list[WeightRenaming]:
-    """What gives parts of layers the names in published files, which vLLM expects: steps of transformers when it writes."""
-    steps = get_checkpoint_conversion_mapping(model_type) or []
-    own = [step for step in steps[::-1] if type(step) is WeightRenaming]
-    return [step.reverse_transform() for step in own if not step.source_patterns[0].startswith("^") and not _is_stack(step)]
-
-
-def _is_stack(step: WeightRenaming) -> bool:
-    """Whether a step renames the weights of all experts, of which folders of halfbyte hold parts."""
-    return bool(step.target_patterns[0].endswith(tuple(PROJECTIONS)))
 
 
 def _read_by_mapped_names(config: Any) -> None:
