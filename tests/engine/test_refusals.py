@@ -9,6 +9,7 @@ import torch
 from engines import SHIPPED, engine, generate, later, plan_for, quantized, save
 from tiny_models import LLAMA, made
 from transformers import AutoConfig, Llama4TextConfig, LlamaConfig
+from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from halfbyte.calibrated_keys import CalibratedKeys, key_transform
 from halfbyte.errors import HalfbyteError
@@ -101,6 +102,8 @@ def test_options_in_another_place(name: str) -> None:
 
 
 def test_options_without_the_backend() -> None:
+    """In a process whose first engine it is: vLLM keeps the answer about backends."""
+    _cached_get_attn_backend.cache_clear()
     assert "attention backend CPU_ATTN is not halfbyte's" in refused(None, additional_config={"halfbyte": {"prefill": "exact"}})
 
 
