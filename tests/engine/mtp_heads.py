@@ -41,6 +41,7 @@ HEADS = {
     "glm4_moe": _OF_DEEPSEEK,
     "glm4_moe_lite": _OF_DEEPSEEK,
     "exaone_moe": _OF_QWEN,
+    "hy_v3": _around(_LAST, _LAST, "eh_proj", "enorm", "hnorm", "final_layernorm"),
     "qwen3_next": _OF_QWEN,
     "mimo": _around("model.mtp_layers.0.", "model.mtp_layers.0.", *_OF_MIMO, token_first=False),
 }
@@ -53,6 +54,7 @@ SIXTEEN = {
     "glm4_moe": lambda: tf.Glm4MoeConfig(**{**ONE_LAYER, **ROUTED}),
     "glm4_moe_lite": lambda: tf.Glm4MoeLiteConfig(**{**ONE_LAYER, **ROUTED, **LATENT}, mlp_layer_types=["sparse"]),
     "exaone_moe": lambda: tf.ExaoneMoeConfig(**ONE_LAYER, **_SHARED, first_k_dense_replace=1, mlp_layer_types=["dense"]),
+    "hy_v3": lambda: tf.HYV3Config(**ONE_LAYER, **_SHARED, mlp_layer_types=["sparse"]),
     "qwen3_next": lambda: tf.Qwen3NextConfig(**_QWEN, **_MIXTURE),
     "mimo": lambda: tf.Qwen2Config(**ONE_LAYER, tie_word_embeddings=False),
 }
@@ -60,6 +62,7 @@ SIXTEEN = {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"architectures": ["Glm4MoeForCausalLM"]},
     "glm4_moe_lite": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "hy_v3": {"first_k_dense_replace": 0, "qk_norm": True, "expert_hidden_dim": 64, "route_norm": True},
     "mimo": {"architectures": ["MiMoForCausalLM"]},
 }
 

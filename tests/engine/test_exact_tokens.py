@@ -125,6 +125,12 @@ def test_calibrated_keys(prefill: str, tmp_path: Path) -> None:
     assert_same(found, by_transformers(quantized(keys="int8", values="int8", calibration=file, **EXACT_TOKENS)))
 
 
+def test_more_sink_tokens_than_a_request_has() -> None:
+    """As many blocks as it has."""
+    spec = ExactTokensSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, sliding_window=16, sink_tokens=10**9)
+    assert spec.max_admission_blocks_per_request(32, 256) <= 4 + 256 // 16
+
+
 def test_blocks_of_first_tokens_are_kept_and_found_again() -> None:
     """20 sink tokens and a window of 17: a token behind 96 others needs blocks 0, 1 and 5, and without 0 there is no hit."""
     spec = ExactTokensSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=17, sink_tokens=20)

@@ -10,11 +10,14 @@ import torch
 import transformers as tf
 from engines import assert_same, by_transformers, engine, generate, later, quantized, save
 from external_folders import gpt_oss
+from families import tiny_model
 from mixtures import expand
 from safetensors.torch import load_file
 from test_hf_expert_files import ONE, drop, write
 from test_weights import RANKS, copied, plain, refused
 from tiny_models import LLAMA, made
+
+import halfbyte.hf
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
 #: As DeepSeek-V3 routes: groups of experts by their sigmoids, a bias for the choice alone, a shared expert; a dense layer first.
@@ -40,10 +43,21 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": LLAMA["num_attention_heads"],
     "head_dim": 64,
 }
+#: Its published files have another name for the bias than transformers.
+EXAONE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
 CONFIGS = {
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
     "mixtral": lambda: tf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": lambda: tf.Glm4MoeConfig(**LLAMA, **DEEPSEEK),
+    "exaone_moe": lambda: tf.ExaoneMoeConfig(**LLAMA, **EXAONE, mlp_layer_types=["dense", "sparse"]),
     "deepseek_v3": lambda: tf.DeepseekV3Config(**{**LLAMA, **DEEPSEEK, **LATENT}),
 }
 
@@ -78,6 +92,7 @@ def mixture(tiny, tmp_path_factory: pytest.TempPathFactory):
         later("gpt_oss", "int8_col", 2),
         later("mixtral", "nvfp4", 2),
         ("glm4_moe", "nvfp4", 2),
+        ("exaone_moe", "int4_g32", 1),
     ],
 )
 def test_an_engine_says_what_transformers_says(family: str, fmt: str, ranks: int, mixture) -> None:
@@ -99,6 +114,22 @@ def test_one_expert_a_tensor(family: str, kind: str, ranks: int, tmp_path: Path)
     with engine(tmp_path, **foreign(model), **RANKS[ranks]) as llm:
         found = generate(llm, PROMPTS)
     assert_same(found, by_transformers(model, PROMPTS), within=1e-3)
+
+
+def biases(worker: Any) -> list[torch.Tensor]:
+    """Copies of the biases of a model's routers."""
+    return [p.data.clone() for n, p in worker.get_model().named_parameters() if n.endswith("e_score_correction_bias")]
+
+
+def test_a_bias_of_the_router_that_the_experts_hold(tmp_path: Path) -> None:
+    """That of Laguna, whose router does not run on a CPU."""
+    model = tiny_model("laguna")
+    expected = [t for n, t in model.state_dict().items() if n.endswith("e_score_correction_bias")]
+    folder = save(halfbyte.hf.quantize(model, weights="int4_g32"), tmp_path / "laguna")
+    with engine(folder) as llm:
+        (found,) = llm.collective_rpc(biases)
+    assert len(found) == 1
+    assert torch.equal(found[0], expected[0])
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from engines import (
     quantized,
     save,
 )
-from transformers import AutoModelForCausalLM, BloomConfig
+from tiny_models import LLAMA, made
+from transformers import AutoModelForCausalLM, BloomConfig, MiMoV2FlashConfig
 from vllm.config import VllmConfig, cache, set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from halfbyte.engine import PageLayout
+from halfbyte.hf import load
 from halfbyte.vllm import register
 from halfbyte.vllm.backend import HalfbyteBackend
 from halfbyte.vllm.names import PLAN, backend_name, cache_dtype
@@ -122,6 +125,45 @@ def test_several_samples_share_a_prompt() -> None:
         assert len(found) == 4
         assert len({said.tokens for said in found}) > 1
         assert found == generate(llm, PROMPTS[1:2], n=4, temperature=1.0, seed=1)
+
+
+#: What vLLM reads in config.json of MiMo-V2, and transformers does not write.
+MIMO: dict[str, Any] = {
+    "hybrid_layer_pattern": [0, 1],
+    "moe_layer_freq": [0, 0],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 96,
+    "swa_v_head_dim": 64,
+    "sliding_window_size": 16,
+    "add_swa_attention_sink_bias": True,
+    "rope_theta": 5e6,
+    "swa_rope_theta": 1e4,
+    "partial_rotary_factor": 0.334,
+    "layernorm_epsilon": 1e-5,
+}
+
+
+@pytest.mark.parametrize("weights", [None, "int4_g32"])
+def test_values_with_fewer_dims_than_keys(weights: str | None, tmp_path: Path) -> None:
+    """MiMo-V2 takes a backend of vLLM's whatever is selected; with sinks, whose name transformers changes."""
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "dense"]}
+    sizes = LLAMA | {"head_dim": 96, "v_head_dim": 64, "sliding_window": 16, "attention_value_scale": None, "rms_norm_eps": 1e-5}
+    folder = save(made(MiMoV2FlashConfig(**sizes, **layers)), tmp_path / "sixteen")
+    if weights is not None:
+        folder = save(quantized(folder, weights=weights), tmp_path / weights)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | MIMO))
+    prompts = [list(range(1, 40)), [3, 1, 4, 1, 5]]
+    with engine(folder, backend_name("int8", "int8"), additional_config=EXACT) as llm:
+        found = generate(llm, prompts)
+    cache_options = {"keys": "int8", "values": "int8", "rotate_keys": False}
+    if weights is None:
+        model = quantized(folder, **cache_options)
+    else:
+        model = load(folder, dtype=torch.float32, **cache_options)
+        model.generation_config.eos_token_id = None
+    assert_same(found, by_transformers(model, prompts))
 
 
 def test_rotated_keys() -> None:

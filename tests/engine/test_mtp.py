@@ -48,6 +48,7 @@ def folder_of(family: str, weights: str | None, root: Path) -> Path:
         later("deepseek_v3", "int4_g32", "int4_g32"),
         later("glm4_moe_lite", "int4_g32", "int4_g32"),
         later("exaone_moe", "int4_g32", "int4_g32"),
+        later("hy_v3", "int4_g32", "int4_g32"),
         later("qwen3_next", "int4_g32", "int4_g32"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from engines import SHIPPED, engine, generate, later, plan_for, quantized, save
 from tiny_models import LLAMA, made
 from transformers import AutoConfig, Llama4TextConfig, LlamaConfig
+from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from halfbyte.calibrated_keys import CalibratedKeys, key_transform
 from halfbyte.errors import HalfbyteError
@@ -17,7 +18,7 @@ from halfbyte.settings import KEYS, VALUES
 from halfbyte.vllm.names import PLAN, backend_name
 
 
-def refused(backend: str, **options) -> str:
+def refused(backend: str | None, **options) -> str:
     with pytest.raises((ValueError, RuntimeError, HalfbyteError)) as caught, engine(backend=backend, **options):
         pass
     return str(caught.value)
@@ -42,6 +43,8 @@ def test_a_cache_dtype_beside_the_formats() -> None:
 def test_layers_that_the_model_does_not_have() -> None:
     said = refused(backend_name("int8", "int8"), kv_cache_dtype_skip_layers=["0", "99"])
     assert "kv_cache_dtype_skip_layers names layers 99; the model has layers 0 to" in said
+    said = refused(backend_name("int8", "int8"), kv_cache_dtype_skip_layers=["sliding_window", "-1", "00", "model.layers.0"])
+    assert "names layers -1, 00, model.layers.0;" in said
 
 
 def test_heads_that_fit_no_page(tmp_path: Path) -> None:
@@ -66,6 +69,7 @@ def test_chunked_attention(tmp_path: Path) -> None:
         ({"rotate_keys": 1}, "rotate_keys=1"),
         ({"sink_tokens": -1}, "sink_tokens=-1"),
         ({"recent_tokens": "32"}, "recent_tokens='32'"),
+        ({1: 2, "x": 3}, "halfbyte options [1, 'x']"),
     ],
 )
 def test_wrong_options(options: dict[str, object], said: str) -> None:
@@ -90,6 +94,17 @@ def test_options_that_are_no_object(options: object) -> None:
     assert f"halfbyte={options!r}; expected an object" in refused(
         backend_name("int8", "int8"), additional_config={"halfbyte": options}
     )
+
+
+@pytest.mark.parametrize("name", ["prefill", "HalfByte"])
+def test_options_in_another_place(name: str) -> None:
+    assert f"additional_config has ['{name}']; expected" in refused(backend_name("int8", "int8"), additional_config={name: "exact"})
+
+
+def test_options_without_the_backend() -> None:
+    """In a process whose first engine it is: vLLM keeps the answer about backends."""
+    _cached_get_attn_backend.cache_clear()
+    assert "attention backend CPU_ATTN is not halfbyte's" in refused(None, additional_config={"halfbyte": {"prefill": "exact"}})
 
 
 def test_a_plan_backend_without_a_plan() -> None:

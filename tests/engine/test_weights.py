@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXACT, assert_same, by_transformers, engine, generate, later, quantized, save
+from engines import EXACT, SHIPPED, assert_same, by_transformers, engine, generate, later, quantized, save
 from external_folders import blocks, tiny, write
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
@@ -17,7 +17,7 @@ from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from halfbyte import quantize
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf import load
-from halfbyte.vllm import warm_up
+from halfbyte.vllm import selection, warm_up
 from halfbyte.vllm.names import backend_name
 from halfbyte.vllm.weights import HalfbyteLinear
 
@@ -101,6 +101,17 @@ def test_other_libraries_weights(kind: str, ranks: int, tmp_path: Path) -> None:
     assert_same(found, by_transformers(model, prompts), within=1e-3)
 
 
+def test_a_cache_that_the_files_name_is_passed_over(tmp_path: Path) -> None:
+    """NVIDIA's folders name an FP8 cache, which is vLLM's default for them; that of the backend goes before it."""
+    model = write(tiny(), tmp_path, blocks("modelopt nvfp4"), kv_cache_quant_algo="FP8")
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
+    with engine(tmp_path, backend_name("fp16", "fp16"), quantization="halfbyte") as llm:
+        found = generate(llm, prompts)
+    assert_same(found, by_transformers(model, prompts))
+    options = {"backend": backend_name("fp16", "fp16"), "quantization": "halfbyte"}
+    assert "kv_cache_dtype='bfloat16'" in refused(tmp_path, kv_cache_dtype="bfloat16", **options)
+
+
 def test_without_the_flag_vllm_reads_them_itself(tmp_path: Path) -> None:
     """Its own GPTQ refuses zero points."""
     write(tiny(), tmp_path, blocks("gptq v1"))
@@ -141,6 +152,20 @@ def test_scales_that_are_not_finite_are_named(folder, tmp_path: Path) -> None:
         folder("int4_g64"), tmp_path / "bad", lambda t: t["model.layers.0.self_attn.o_proj.weight_scales"].fill_(torch.inf)
     )
     assert "model.layers.0.self_attn.o_proj" in refused(bad)
+
+
+def test_weights_that_nobody_quantized(folder, tmp_path: Path) -> None:
+    """A 16-bit folder, a configuration that names no weights, and weights that vLLM is to make up."""
+    assert "config.json has no quantization_config" in refused(SHIPPED, quantization="halfbyte")
+    config = {"quantization_config": {"quant_method": "halfbyte", "weights": "int4_g64"}}
+    assert "has no modules" in refused(SHIPPED, hf_overrides=config)
+    assert "load_format='dummy'" in refused(folder("int4_g64"), load_format="dummy")
+
+
+def test_options_of_a_cache_that_is_not_packed(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On platforms whose backends vLLM does not ask halfbyte for."""
+    monkeypatch.setattr(selection, "check_used", lambda config, backend: None)
+    assert "attention backend CPU_ATTN is not" in refused(folder("int4_g64"), additional_config=EXACT)
 
 
 def test_an_unknown_format_is_named(folder, tmp_path: Path) -> None:

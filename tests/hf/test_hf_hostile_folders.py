@@ -340,7 +340,8 @@ def test_a_shard_has_a_name_that_a_file_can_have(tmp_path: Path) -> None:
     ("name", "scale", "message"),
     [
         *((name, scale, "") for name in ("int4_sym_g32", "int8_g128", "int4_g32") for scale in (0.0, 6e-8, 1.0, -1.0)),
-        *((name, torch.nan, "1 scales of .* that are not finite") for name in ("int4_sym_g32", "int4_g32")),
+        *(("int4_g32", scale, "1 scales of .* that are not finite") for scale in (torch.nan, torch.inf, -torch.inf)),
+        ("int4_sym_g32", torch.nan, "1 scales of .* that are not finite"),
     ],
 )
 def test_scales_that_are_believed(name: str, scale: float, message: str) -> None:

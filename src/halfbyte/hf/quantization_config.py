@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers import AutoHfQuantizer, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -206,6 +208,17 @@ def keep_names(model: Any) -> None:
         getattr(model, "get_output_embeddings", lambda: None)(), QuantLinear
     ):  # which transformers would meet when the embedding is replaced
         model.resize_token_embeddings = refuse_resize
+
+
+@functools.cache
+def published_names(model_type: str) -> list[WeightRenaming]:
+    """What gives the tensors of such a folder the names that published files of the family have, as transformers writes models.
+
+    Steps for parts of layers; not for stacks of experts, which a folder holds in parts, nor for prefixes.
+    """
+    steps = get_checkpoint_conversion_mapping(model_type) or []
+    own = [step for step in steps[::-1] if type(step) is WeightRenaming and not step.source_patterns[0].startswith("^")]
+    return [step.reverse_transform() for step in own if not step.target_patterns[0].endswith(("gate_up_proj", "down_proj"))]
 
 
 def refuse_resize(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from halfbyte.cache_plan import LayerFormats
@@ -105,7 +105,16 @@ class HalfbyteBackend(PackedPages, AttentionBackend):  # type: ignore[misc]
         if cls.pair is None:  # a layer has a backend of its own by the time that vLLM asks about it
             raise Unsupported(f"{PLAN}: vLLM gives all layers of this model pages of one size; name one pair of formats instead")
         layout = PageLayout(*cls.pair, spec.head_size, spec.head_size_v)
-        return replace(spec, dtype=torch.uint8, state_content_bytes=layout.token_head_bytes)
+        return replace(spec, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE, state_content_bytes=layout.token_head_bytes)
+
+    @staticmethod
+    def is_supported_on_current_device(**sizes: int) -> bool:
+        """What models ask whose values have fewer dims than keys, before they take a backend of vLLM's."""
+        return True
+
+    @staticmethod
+    def set_head_size_v(head_size_v: int) -> None:
+        """What they tell it: unused, since a layer says it."""
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -130,7 +130,8 @@ class ExactTokensSpec(SlidingWindowSpec):  # type: ignore[misc]
         return 0
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        return int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len) + self.sink_blocks)
+        sinks = min(self.sink_blocks, -(-max_model_len // int(self.block_size)))
+        return int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len) + sinks)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         alike = (self.sliding_window, self.sink_tokens)

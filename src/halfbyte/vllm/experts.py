@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
 from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, alternating, stack, without_nested_scales
@@ -123,9 +124,13 @@ def sorted_out(stored: Mapping[str, Own | Foreign]) -> tuple[dict[str, Own | For
     return linear, mixtures
 
 
-def own_stacks_mapper(mixtures: Iterable[Mixture]) -> WeightsMapper:
-    """Renames the parts of stacks in folders of halfbyte to parameters, and drops what stops other loaders at them."""
-    stacks = [stack.stored.name for mixture in mixtures for stack in mixture.values() if isinstance(stack, OwnStack)]
+def own_stacks_mapper(mixtures: Iterable[Mixture], names: WeightsMapper) -> WeightsMapper:
+    """Renames the parts of stacks in folders of halfbyte to parameters, and drops what stops other loaders at them.
+
+    names: applied before
+    """
+    own = [stack.stored.name for mixture in mixtures for stack in mixture.values() if isinstance(stack, OwnStack)]
+    stacks = names.apply_list(own)
     if not stacks:
         return WeightsMapper()
     patterns: dict[re.Pattern[str], str | None] = {re.compile(rf"^({'|'.join(map(re.escape, stacks))})$"): None}
@@ -271,10 +276,10 @@ def _load_weights_of(layer: Any) -> Callable[[Iterable[tuple[str, torch.Tensor]]
         layer: Any = there()
         for name, tensor in weights:
             own = name.removeprefix(f"{INNER}.")
-            if own not in layer.halfbyte_catchers:
+            param = getattr(layer, own, None)  # of a packed stack, or the router's bias in some models
+            if not isinstance(param, Parameter):
                 raise CheckpointError(f"{layer.layer_name}.{name} is in the files; expected the parts of packed stacks only")
-            param = getattr(layer, own)
-            param.weight_loader(param, tensor)
+            getattr(param, "weight_loader", default_weight_loader)(param, tensor)
             yield own
 
     return load

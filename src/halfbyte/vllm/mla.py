@@ -27,7 +27,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, append_slots, unpack_pages
@@ -75,7 +75,8 @@ class HalfbyteMLABackend(PackedPages, MLACommonBackend):  # type: ignore[misc]
             return spec
         if cls.pair is None or cls.dims is None:
             raise Unsupported(f"{cls.__name__}: vLLM sizes pages of this model before its layers are built; leave the backend out")
-        return replace(spec, dtype=torch.uint8, state_content_bytes=PageLayout(*cls.pair, *cls.dims).token_head_bytes)
+        content = PageLayout(*cls.pair, *cls.dims).token_head_bytes
+        return replace(spec, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE, state_content_bytes=content)
 
     @classmethod
     def supports_combination(

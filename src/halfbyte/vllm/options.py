@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from halfbyte.cache_plan import CachePlan, LayerFormats, read_plan
 from halfbyte.engine import PAGE_FORMATS, PageLayout, page_layouts
@@ -52,10 +53,12 @@ class Options(NamedTuple):
     def current(cls, pair: Pair) -> Options:
         """The options of the engine that is being built, checked, for a backend of these formats."""
         config = get_current_vllm_config()
-        entries = config.additional_config.get("halfbyte", {}) if isinstance(config.additional_config, dict) else {}
-        names = ", ".join(cls._fields)
+        additional = config.additional_config if isinstance(config.additional_config, dict) else {}
+        entries, names = additional.get("halfbyte", {}), ", ".join(cls._fields)
+        strays = [name for name in additional if name in cls._fields or (name != "halfbyte" and str(name).lower() == "halfbyte")]
+        check(not strays, f"additional_config has {strays}; expected {{'halfbyte': {{...}}}}, an object with some of: {names}")
         check(isinstance(entries, dict), f"additional_config has halfbyte={entries!r}; expected an object with some of: {names}")
-        unknown = sorted(set(entries) - set(cls._fields))
+        unknown = [name for name in entries if name not in cls._fields]
         check(not unknown, f"additional_config has halfbyte options {unknown}; known are {names}")
         from halfbyte.hf.default_cache import SAVED
 
@@ -117,13 +120,18 @@ def is_draft(config: Any, index: int) -> bool:
 
 
 def _check_skipped(config: Any) -> None:
-    """Raise where kv_cache_dtype_skip_layers names a layer that neither the model nor its drafts have."""
+    """Raise where kv_cache_dtype_skip_layers names what is no layer of the model or its drafts: vLLM would ignore it."""
     models, speculation = [config.model_config], config.speculative_config
     if speculation is not None:  # the model here may be the draft model
         models += [speculation.target_model_config, speculation.draft_model_config]
     layers = sum({id(m): m.hf_text_config.num_hidden_layers for m in models if m is not None}.values())
-    beyond = [name for name in config.cache_config.kv_cache_dtype_skip_layers if name.isdigit() and int(name) >= layers]
-    check(not beyond, f"kv_cache_dtype_skip_layers names layers {', '.join(beyond)}; the model has layers 0 to {layers - 1}")
+    names = {"sliding_window", *map(str, range(layers))}
+    unknown = [name for name in config.cache_config.kv_cache_dtype_skip_layers if name not in names]
+    check(
+        not unknown,
+        f"kv_cache_dtype_skip_layers names layers {', '.join(unknown)}; the model has layers 0 to {layers - 1}, and sliding_window "
+        f"stands for all that have one",
+    )
 
 
 def _check_connector(transfer: Any) -> None:
@@ -172,8 +180,11 @@ def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str, value_size: int
 
 
 def check_cache_dtype(pair: Pair, kv_cache_dtype: str) -> None:
-    """Raise for a kv_cache_dtype next to a backend that has formats of its own."""
-    if kv_cache_dtype not in ("auto", cache_dtype(PLAN if pair is None else backend_name(*pair))):
+    """Raise for a kv_cache_dtype next to a backend that has formats of its own; that of the model's files is passed over."""
+    config, own = get_current_vllm_config_or_none(), cache_dtype(PLAN if pair is None else backend_name(*pair))
+    model = None if config is None else config.model_config
+    of_files = "auto" if model is None else resolve_kv_cache_dtype_string("auto", model)
+    if kv_cache_dtype not in ("auto", own, of_files):
         raise Unsupported(
             f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend with formats of its own exclude each other; leave "
             f"kv_cache_dtype out"
@@ -181,8 +192,8 @@ def check_cache_dtype(pair: Pair, kv_cache_dtype: str) -> None:
 
 
 def check_saved(cache: Mapping[str, Any], backend: str) -> None:
-    """Raise where a model that was saved with a packed `cache` would run with another library's."""
-    if backend in backend_names():
+    """Raise where a model that was saved with a packed `cache`, if it has one, would run with another library's."""
+    if not cache or backend in backend_names():
         return
     keys, values = cache["keys"], cache["values"]
     named = (

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from halfbyte.checkpoints.adapters import OWN
+from halfbyte.errors import Unsupported
 
 
 class Registered(QuantizationConfig):  # type: ignore[misc]
@@ -44,4 +45,8 @@ class Registered(QuantizationConfig):  # type: ignore[misc]
         return method
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        raise NotImplementedError("from_config gives a configuration that has methods")
+        """Refused: vLLM asks this class itself where config.json has no quantization_config."""
+        raise Unsupported(
+            "--quantization halfbyte: this model's config.json has no quantization_config; serve the folder that `halfbyte "
+            "quantize MODEL -o FOLDER` writes, or leave --quantization out"
+        )

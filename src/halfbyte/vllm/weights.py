@@ -42,12 +42,11 @@ from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.registered import Registered
+from halfbyte.vllm.selection import check_used
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
 from halfbyte.vllm.warm_up import LinearKernels, compile_linear
 
-#: What transformers and some of vLLM's models call the module that holds experts.
-RENAMED = (".mlp.", ".block_sparse_moe.")
 #: What config.json, and vLLM, call OpenAI's stacks of experts in MXFP4.
 GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
 #: A module of a layer; in heads of Step 3.5 vLLM's name has a word more than that in the files.
@@ -74,8 +73,8 @@ class HalfbyteConfig(Registered):
         super().__init__()
         self.adapter = adapter
         self.stored, self.mixtures = sorted_out(stored)
-        #: What vLLM calls otherwise than transformers, whose names are those of folders of halfbyte.
-        self.renamed: dict[str, str | None] = {}
+        #: The model type whose published files have other names than transformers, and so than folders of halfbyte.
+        self.model_type = ""
         #: The formats of the cache that a folder was saved with.
         self.cache: Mapping[str, Any] | None = None
 
@@ -92,6 +91,11 @@ class HalfbyteConfig(Registered):
             )
         if config.get("quant_method") != OWN:
             return cls({}, make_adapter(config))
+        if config.get("modules") is None:
+            raise CheckpointError(
+                "quantization_config has no modules, so no weights are quantized yet; serve the folder that `halfbyte quantize "
+                "MODEL -o FOLDER` writes"
+            )
         written = Written(**config)
         return cls({name: Own(name, weight_format(fmt), name in written.act_order) for name, fmt in written.modules.items()})
 
@@ -101,6 +105,9 @@ class HalfbyteConfig(Registered):
 
         self.cache = getattr(hf_config, SAVED, None)
         if self.adapter is None:
+            self.model_type = getattr(type(hf_config), "model_type", "")  # of a draft, vLLM has changed that of hf_config
+            names = self._published_names()
+            self.stored, self.mixtures = names.apply_dict(self.stored), names.apply_dict(self.mixtures)
             return
         names = get_safetensors_params_metadata(model_name, revision=revision)
         self.stored, self.mixtures = sorted_out(foreign_weights(self.adapter, names))
@@ -115,8 +122,14 @@ class HalfbyteConfig(Registered):
         foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
         dotted = {part for source in foreign for part in source.held if "." in part}
         suffixes = {f".{part}": f".{parameter(part)}" for part in sorted(dotted)}
-        names = {**self.renamed, NOTICE: None}
-        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=names) | own_stacks_mapper(self.mixtures.values())
+        names = self._published_names()
+        own = own_stacks_mapper(self.mixtures.values(), names)
+        return names | WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr={NOTICE: None}) | own
+
+    def _published_names(self) -> WeightsMapper:
+        from halfbyte.hf.quantization_config import published_names
+
+        return WeightsMapper(orig_to_new_renaming=published_names(self.model_type))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
@@ -124,6 +137,8 @@ class HalfbyteConfig(Registered):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         config = get_current_vllm_config()
+        if config.load_config.load_format == "dummy":
+            raise Unsupported("load_format='dummy' makes up no quantized weights; serve the folder's own: leave load_format out")
         _read_by_mapped_names(config)
         prefix = self.name_in_files(prefix, config.model_config.hf_text_config.num_hidden_layers)
         if isinstance(layer, RoutedExperts):
@@ -134,8 +149,9 @@ class HalfbyteConfig(Registered):
             if not isinstance(layer, ParallelLMHead):
                 raise Unsupported(f"{prefix} is a quantized embedding; halfbyte quantizes linear layers only")
             return HalfbyteHead([self.stored[prefix]])
-        if isinstance(layer, Attention) and self.cache:
-            check_saved(self.cache, layer.attn_backend.get_name())
+        if isinstance(layer, Attention):
+            check_used(config, layer.attn_backend.get_name())
+            check_saved(self.cache or {}, layer.attn_backend.get_name())
         if not isinstance(layer, LinearBase):
             return None
         parent, _, child = prefix.rpartition(".")
@@ -159,11 +175,8 @@ class HalfbyteConfig(Registered):
         return next((name + place[3] for name in names if any(module.startswith(name) for module in modules)), prefix)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> HalfbyteExperts | None:
-        """None: in 16 bits. Folders of halfbyte have transformers' name for the module around experts."""
-        ours, theirs = RENAMED
-        if self.adapter is None and theirs in prefix:
-            self.renamed = {ours: theirs}
-        mixture = self.mixtures.get(prefix.replace(theirs, ours) if self.renamed else prefix)
+        """None: in 16 bits."""
+        mixture = self.mixtures.get(prefix)
         return None if mixture is None else HalfbyteExperts(layer, prefix, mixture)
 
 
