@@ -88,30 +88,40 @@ def checkpoints() -> str:
 
 
 def speed() -> str:
-    """The CPU benchmark's records, each with the fastest 16-bit operator of torch on the same shape in the same run."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """The CPU benchmark's records by run and op: times, and their ratio to torch's fastest 16-bit operator in the same run."""
+    runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for record in json_lines("cpu.jsonl"):
         if record["seconds"] is not None:
-            case = " ".join(f"{name}={size}" for name, size in record["shape"].items())
-            groups.setdefault((record["op"], case), []).append(record)
-    rows: list[tuple[str, ...]] = []
-    for (op, case), found in groups.items():
-        peer = min((r for r in found if r["formats"] in HALVES), key=lambda r: r["seconds"])
-        packed = {(r["formats"], r["implementation"]): r for r in found if r["formats"] not in HALVES}
-        ours = [r for _, r in sorted(packed.items())]
-        rows += [(op.replace("_", " "), case, *_speed_cells(r, peer)) for r in [peer, *ours]]
-    return markdown(("op", "shape", "format", "by", "time", "x the time of 16 bits", "bytes"), rows)
+            own, where = record["environment"], " ".join(f"{name}={size}" for name, size in record["shape"].items())
+            run = f"{own['device']}, {own['threads']} threads, {own['date'][:10]}: {record['op'].replace('_', ' ')}"
+            cases = runs.setdefault((run, own["command"]), {})
+            cell = cases.setdefault(where, {}).setdefault(_column(record), record)
+            if record["seconds"] < cell["seconds"]:
+                cases[where][_column(record)] = record
+    told = []
+    for (run, _), cases in runs.items():
+        columns = [_SIXTEEN, *sorted({column for case in cases.values() for column in case} - {_SIXTEEN})]
+        rows = [(where, *(_speed_cell(case, column) for column in columns)) for where, case in cases.items()]
+        told += [f"**{run}**, ms (x the time of 16 bits)", markdown(("shape", *columns), rows)]
+    return "\n\n".join(told)
 
 
-def _speed_cells(record: dict[str, Any], peer: dict[str, Any]) -> tuple[str, ...]:
-    ratio = f"{record['seconds'] / peer['seconds']:.2f}x"
-    return (
-        record["formats"],
-        record["implementation"],
-        f"{1e3 * record['seconds']:.2f} ms",
-        ratio,
-        f"{record['nbytes'] / 1e6:.1f} MB",
-    )
+_SIXTEEN = "16 bits, torch"
+
+
+def _column(record: dict[str, Any]) -> str:
+    """The format, and the library where it is another's."""
+    formats, library = record["formats"], record["implementation"]
+    if formats in HALVES and library.startswith("torch"):
+        return _SIXTEEN
+    return str(formats) if library == "halfbyte cpu" else f"{formats}, {library}"
+
+
+def _speed_cell(case: dict[str, Any], column: str) -> str:
+    if column not in case:
+        return ""
+    milliseconds = f"{1e3 * case[column]['seconds']:.2f}"
+    return milliseconds if column == _SIXTEEN else f"{milliseconds} ({case[column]['seconds'] / case[_SIXTEEN]['seconds']:.2f}x)"
 
 
 def json_lines(name: str) -> list[dict[str, Any]]:
