@@ -54,11 +54,12 @@ def _host_time() -> str:
 
 
 def _cpu_times(op: str) -> list[list[dict[str, Any]]]:
-    """Records of an op, shape by shape."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    """Records of an op, shape by shape of a run."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for r in cpu():
         if r["op"] == op:
-            groups.setdefault(str(r["shape"]), []).append(r)
+            own = r["environment"]
+            groups.setdefault((str(r["shape"]), own["device"], own["command"]), []).append(r)
     return list(groups.values())
 
 

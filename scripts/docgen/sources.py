@@ -82,7 +82,7 @@ def linear() -> list[Record]:
     return [r for r in tables.linear_records() if r.seconds and r.implementation == OURS]
 
 
-def cpu() -> list[dict[str, object]]:
+def cpu() -> list[dict[str, Any]]:
     """Times on a CPU."""
     return [r for r in tables.json_lines("cpu.jsonl") if r["seconds"] is not None]
 
