@@ -114,7 +114,9 @@ def _column(record: dict[str, Any]) -> str:
     formats, library = record["formats"], record["implementation"]
     if formats in HALVES and library.startswith("torch"):
         return _SIXTEEN
-    return str(formats) if library == "halfbyte cpu" else f"{formats}, {library}"
+    if library == "halfbyte cpu":
+        return str(formats)
+    return library if formats in library else f"{formats}, {library}"
 
 
 def _speed_cell(case: dict[str, Any], column: str) -> str:
