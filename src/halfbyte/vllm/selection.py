@@ -1,9 +1,9 @@
 """The backend class of each name: `mla.py` in models whose layers cache latents, else `backend.py`.
 
-vLLM's CPU platform takes its own backend whatever is selected: its paths lead here, too, and the selection decides. So do those of
-two that models take whose values have fewer dims than keys, and of two that a GPU takes last, for a selection by
-`--kv-cache-dtype`, which all others decline. vLLM caches each answer by the
-selection, so an engine without halfbyte in the same process gets vLLM's own backend.
+vLLM takes a backend of its own, whatever is selected, on its CPU platform and for models whose values have fewer dims than keys.
+For a selection by `--kv-cache-dtype`, which all others decline, a GPU takes one of two. The paths of all these lead here, and the
+selection decides. vLLM caches each answer by the selection, so an engine without halfbyte in the same process gets vLLM's own
+backend.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from halfbyte.cpu.compiled import loop
 from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, cpu_has, load, prefetch
-from halfbyte.cpu.compiled.tiles import INTS, WORDS, aligned, broadcast, number, scale_value, transpose
+from halfbyte.cpu.compiled.tiles import INTS, WORDS, aligned, broadcast, number, read_scales, read_zeros, transpose
 
 #: Matrix registers of x times 16 tokens each are free for this many times 16 tokens.
 MOST_TILES = 4
@@ -262,12 +262,13 @@ def _release(typing_context: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _reorder(typing_context: Any, rows: Any, bits: Any, piece: Any) -> Any:
-    """Put the columns of rows [16, K / 2], pairs of bf16 numbers, into the order of decoded ones, of codes of so many bits."""
+def _reorder(typing_context: Any, rows: Any, table: Any, piece: Any) -> Any:
+    """Put the columns of rows [16, K / 2], pairs of bf16 numbers, in the order of decoded ones; 4 bits have a table."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
         own = array_of(context, builder, signature.args[0], args[0])
-        order = ir.Constant(ir.VectorType(_INT, _STEP), _order(bits.literal_value, piece.literal_value))
+        bits = 8 if isinstance(table, types.NoneType) else 4
+        order = ir.Constant(ir.VectorType(_INT, _STEP), _order(bits, piece.literal_value))
         with cgutils.for_range(builder, builder.udiv(own.nitems, number(LANES))) as loop:
             offset = builder.mul(loop.index, number(LANES))
             words = load(builder, own.data, offset, WORDS)
@@ -275,7 +276,7 @@ def _reorder(typing_context: Any, rows: Any, bits: Any, piece: Any) -> Any:
             builder.store(builder.shuffle_vector(words, words, order), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, bits, piece), codegen
+    return types.void(rows, table, piece), codegen
 
 
 @intrinsic
@@ -327,10 +328,7 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
             own = x[16 * tile : 16 * tile + 16]
             rows[: len(own)] = own
             rows[len(own) :] = 0
-            if table is None:
-                _reorder(rows, 8, piece)
-            else:
-                _reorder(rows, 4, piece)
+            _reorder(rows, table, piece)
             transpose(rows, columns[tile])
             if zeros is not None:
                 for part in range(pieces):
@@ -339,13 +337,9 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
         _configure(shapes)
         for tile in range(first, last):
             row = min(16 * tile, features - 16)
-            for lane in range(16):
-                for group in range(groups):
-                    own_scales[lane, group] = scale_value(scales[row + lane, group], scale_table)
+            read_scales(scales, scale_table, row, own_scales)
             if zeros is not None:
-                for lane in range(16):
-                    for group in range(groups):
-                        own_zeros[lane, group] = np.float32(zeros[row + lane, group])
+                read_zeros(zeros, row, own_zeros)
             _matrix(
                 codes,
                 table,

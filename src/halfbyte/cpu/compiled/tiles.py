@@ -237,7 +237,7 @@ def _tile(
 
 
 @intrinsic
-def scale_value(typing_context: Any, stored: Any, table: Any) -> Any:
+def _scale_value(typing_context: Any, stored: Any, table: Any) -> Any:
     """A scale in fp32: stored so, as the bits of fp16, or as an index of `table`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
@@ -278,6 +278,22 @@ def sum_of_pair(typing_context: Any, pair: Any) -> Any:
         return builder.fadd(*(builder.bitcast(bits, ir.FloatType()) for bits in (even, odd)))
 
     return types.float32(pair), codegen
+
+
+@loop
+def read_scales(scales: Array, table: Array | None, row: int, out: Array) -> None:
+    """out [16, G] in fp32 = the scales of 16 rows of the weight from `row` on."""
+    for lane in range(16):
+        for group in range(scales.shape[1]):
+            out[lane, group] = _scale_value(scales[row + lane, group], table)
+
+
+@loop
+def read_zeros(zeros: Array, row: int, out: Array) -> None:
+    """out [16, G] in fp32 = the zero points of 16 rows of the weight from `row` on."""
+    for lane in range(16):
+        for group in range(zeros.shape[1]):
+            out[lane, group] = np.float32(zeros[row + lane, group])
 
 
 @loop
@@ -340,14 +356,10 @@ def loop_for(count: int, is_narrow: bool) -> Any:
         _arrange(x, columns, sums)
         for tile in range(first, last):
             row = min(16 * tile, features - 16)
-            for lane in range(16):
-                for group in range(groups):
-                    numbers[lane, group] = scale_value(scales[row + lane, group], scale_table)
+            read_scales(scales, scale_table, row, numbers)
             transpose(numbers, tile_scales)
             if zeros is not None:
-                for lane in range(16):
-                    for group in range(groups):
-                        numbers[lane, group] = np.float32(zeros[row + lane, group])
+                read_zeros(zeros, row, numbers)
                 transpose(numbers, tile_zeros)
             _tile(codes, table, rest, row, tile_scales, zeros, tile_zeros, columns, sums, y, pieces, groups, count, is_narrow)
 
