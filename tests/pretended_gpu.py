@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte import KVCache
+from halfbyte import KVCache, ops
 from halfbyte.device import H200
 from halfbyte.ops import _fused, _library, _linear_on_gpu, launch_cache
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
 from halfbyte.ops import unpack_pages as unpack_op
+from halfbyte.ops.compiling import active
 from halfbyte.plans import plan as level_plan
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_problem import GemmProblem
@@ -162,13 +164,24 @@ def pretend_compiler(monkeypatch: pytest.MonkeyPatch) -> Variants:
     monkeypatch.setattr(launch_cache, "shared", lambda *_: None)  # nothing is replayed
     recorded = Variants()
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **options: recorded.run(kernel, *args, **options))
-    monkeypatch.setattr(attention_op, "gpu", lambda index: H200)
+    _in_every_op(monkeypatch, gpu=lambda index: H200)
     monkeypatch.setattr(attention_op, "_index", lambda q: 0)
     return recorded
 
 
+def _in_every_op(monkeypatch: pytest.MonkeyPatch, **replacements: Any) -> None:
+    """Wherever a module of an op has a function of one of these names."""
+    modules = [importlib.import_module(info.name) for info in pkgutil.iter_modules(ops.__path__, "halfbyte.ops.")]
+    for module in modules:
+        for name in () if module is _library else replacements.keys() & vars(module).keys():
+            if callable(getattr(module, name)):
+                monkeypatch.setattr(module, name, replacements[name])
+
+
 def pretend_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op takes the level that it has on a GPU, but in `torch_code`; torch's fused attention is there, and nothing waits."""
+    from halfbyte.kernels.block import route as route_kernel  # which imports Triton
+
     own = _library.level
 
     def level(op: str, impl: str, device: torch.device) -> str:
@@ -178,17 +191,20 @@ def pretend_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         best = level(op, impl, x.device)
         return "auto" if impl == "auto" and best == "gluon" else best
 
-    for name in ("append", "block", "block_linear", "transform_heads", "merge_states"):
-        monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "level", level)
-    for name in ("append", "block"):
-        monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "pairs_launches", lambda device: True)
+    _in_every_op(monkeypatch, level=level, kernel_level=kernel_level, pairs_launches=lambda device: True)
 
     def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Any) -> Any:
         return (torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)) if _fused._suits(q, k, v, o) else None
 
+    own_route = route_kernel.launch
+
+    def route(call: Any, ids: torch.Tensor, *args: Any) -> None:
+        own_route(call, ids, *args)
+        if not active():  # a launch would have run: its ids are experts
+            ids.zero_()
+
+    monkeypatch.setattr(route_kernel, "launch", route)
     monkeypatch.setattr(_fused, "causal", causal)
-    for name in ("linear", "decode_attention", "prefill_attention"):
-        monkeypatch.setattr(importlib.import_module(f"halfbyte.ops.{name}"), "kernel_level", kernel_level)
     monkeypatch.setattr(_linear_on_gpu, "at_hand", lambda *_: True)
     monkeypatch.setattr("halfbyte.cache.prepare", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,12 +39,19 @@ CASES: dict[str, dict[str, Any]] = {
     "int4": {"weights": "int4_g128", "keys": "int8", "values": "int4_g32", "fuse_qkv": True, "fuse_gate_up": True},
     "default formats": {"weights": "nvfp4", "keys": "int8_channel", "values": "int8"},
     "rotated, output layer": {"weights": "nf4", "keys": "int4", "values": "int4", "rotate_values": True, "lm_head": "int8_col"},
+    "mixture": {"weights": "int4_g128", "keys": "int8", "values": "int4_g32", "fuse_qkv": True},
+}
+#: Families of configurations, and sizes of their own.
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "default formats": (tf.Qwen3Config, {}),
+    "mixture": (tf.Qwen3MoeConfig, {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}),
 }
 
 
 def quantized(case: str) -> Any:
     torch.manual_seed(0)
-    config = (tf.Qwen3Config if case == "default formats" else tf.LlamaConfig)(**SIZES, tie_word_embeddings=False)
+    family, sizes = FAMILIES.get(case, (tf.LlamaConfig, {}))
+    config = family(**SIZES, **sizes, tie_word_embeddings=False)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     return hf.quantize(model, **CASES[case])
@@ -56,8 +64,11 @@ def call(model: Any, batch: int, tokens: int, new: int = 3, padding: int = 0, **
 
 
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """pretend(model): from now on it runs on an H200 with an empty cache of kernels, where no process may be started."""
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """pretend(model): from now on it runs on an H200 with an empty cache of kernels, where no process may be started.
+
+    New memory holds NaN and the largest integers, as results of launches that only compile may.
+    """
 
     def begin(model: Any) -> None:
         assert fused_view(model) is not None  # by its numbers, which are none on a pretended GPU
@@ -74,8 +85,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(rehearsal, "stamp_of", lambda *facts: tmp_path / "all")
         monkeypatch.setattr(rehearsal, "_LONG", 2**13)
         monkeypatch.setattr(graph_generate, "records_prompts", lambda prompts: True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
-    return begin
+    yield begin
+    torch.use_deterministic_algorithms(False)
 
 
 def variants(ahead: parallel.Ahead) -> dict[Path, str]:
