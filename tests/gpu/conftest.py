@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from gpu_place import DRY, MODE, PLACE, TALLY, kernels_compiled
 from gpu_warm import compile_in_parallel, jobs_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))  # families
 
 if DRY:
     torch.set_num_threads(1)  # everything is tiny, and threads that wait for each other cost more than they bring

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from families import tiny_model
 from gpu_place import DRY, PLACE
 from torch._dynamo.utils import counters
 
 import halfbyte.hf as hf
+from halfbyte.hf import rehearsal
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.paths import shipped_model
@@ -107,6 +109,22 @@ def test_fused_blocks_give_logits_alike(weights: str) -> None:
     check_alike(plain, fused)
     assert fused[0] == again[0]
     assert torch.equal(fused[1], again[1])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_5_text", "qwen3_moe"])
+def test_first_call_of_a_family_compiles_ahead(
+    family: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Mixtures, a recurrence and latents: launches that only compile harm nothing, and blocks are fused."""
+    for name in ("run", "turns"):  # of calls to come, which take a minute
+        monkeypatch.setattr(rehearsal._Rehearsal, name, lambda self, calls=(): None)
+    found = hf.quantize(tiny_model(family).to(PLACE.device, torch.bfloat16))
+    ids = torch.arange(2, 22, device=PLACE.device).view(2, 10)
+    first, again = (found.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0).tolist() for _ in range(2))
+    assert first == again
+    assert fused_view(found) is not None
+    assert kept_steps(found)
+    assert not [one for one in recwarn if "not ahead" in str(one.message)]
 
 
 @torch.no_grad()
