@@ -164,8 +164,8 @@ class Heads:
         rotation: _Rotation | None,
     ) -> None:
         self.module, self.options, self.layers, self.last, self.norms = attended.module, attended.options, layers, last, norms
-        self.dims = [t.shape[-1] for t in (attended.q, attended.k, attended.v)]
-        self.sizes = [t.shape[1] * t.shape[-1] for t in (attended.q, attended.k, attended.v)]
+        tensors = attended.q, attended.k, attended.v
+        self.heads, self.sizes = [t.shape[1] for t in tensors], [t.shape[1] * t.shape[-1] for t in tensors]
         self.tables, self.rotation = tables, rotation
         #: Whether the first projection has a gate behind each head's query, for what attention gives (Qwen3.5).
         width = next(call.y.shape[-1] for call in part.inner if call.module is layers[0])
@@ -179,10 +179,8 @@ class Heads:
         """What the output projection multiplies, and that layer. The cache is a `PackedCache`."""
         flat = self._projected(x)
         batch, tokens = flat[2].shape[:2]
-        if self.gates:
-            q, gate = flat[0].view(batch, tokens, -1, 2 * self.dims[0]).chunk(2, -1)
-            flat = [q.contiguous(), *flat[1:]]
-        q, k, v = (t.view(batch, tokens, -1, dim).transpose(1, 2) for t, dim in zip(flat, self.dims, strict=True))
+        first, k, v = (t.view(batch, tokens, heads, -1).transpose(1, 2) for t, heads in zip(flat, self.heads, strict=True))
+        q, gate = first.chunk(2, -1) if self.gates else (first, None)
         rotated: dict[str, Any] = {}
         if self.rotation is not None:
             source, half, interleaved = self.rotation
@@ -191,13 +189,14 @@ class Heads:
         q = q if keys.rotated is None else keys.rotated
         mask = block.get(self.sources.get("attention_mask", ""))
         out, _ = attention(self.module, q, keys, values, mask, **self.options)
-        out = out.reshape(batch, tokens, -1)
-        return (out * gate.reshape(out.shape).sigmoid() if self.gates else out), self.last
+        if gate is not None:
+            out = gated(gate.transpose(1, 2), out, "sigmoid")
+        return out.reshape(batch, tokens, -1), self.last
 
     def _by_head(self) -> HeadNorms | None:
         """Norms of q and k over each head; None where there are none, or where they are over all of a token."""
         widths = {len(norm.weight) for norm in self.norms}
-        if len(self.norms) != 2 or widths != {self.dims[0]} or self.norms[0].eps != self.norms[1].eps:
+        if len(self.norms) != 2 or widths != {self.sizes[0] // self.heads[0]} or self.norms[0].eps != self.norms[1].eps:
             return None
         q, k = self.norms
         return HeadNorms(q.weight, k.weight, q.eps, q.kind)

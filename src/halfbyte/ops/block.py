@@ -15,7 +15,7 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops._library import level, pairs_launches
 from halfbyte.ops.all_reduce import AllReduce
 from halfbyte.reference import block as reference
-from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+from halfbyte.reference.block import GATES, KINDS, Norm
 from halfbyte.reference.greedy import Ends, Held
 from halfbyte.reference.greedy import greedy as greedy_in_torch
 
@@ -89,12 +89,13 @@ def norm_rows(xs: Sequence[torch.Tensor], norms: Sequence[Norm], *, impl: str = 
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str, *, impl: str = "auto") -> torch.Tensor:
-    """activation(gate) * up: both [..., N] of one type, say the halves of one tensor; activation "silu" or "gelu_tanh"."""
+    """activation(gate) * up: both [..., N] of one type, say the halves of one tensor; activation "silu", "gelu_tanh" or
+    "sigmoid"."""
     check_tensor("gate", gate, gate.shape)
     check_tensor("up", up, gate.shape, device=gate.device)
     check(gate.dtype is up.dtype, f"up is {up.dtype} and gate {gate.dtype}; they must have the same type")
-    if activation not in ACTIVATIONS:
-        raise InvalidArgument(f"activation={activation!r}; choose one of: {', '.join(ACTIVATIONS)}")
+    if activation not in GATES:
+        raise InvalidArgument(f"activation={activation!r}; choose one of: {', '.join(GATES)}")
     if not _launches("gated", impl, (gate, up), 1):
         return reference.gated(gate, up, activation)
     from halfbyte.kernels.block.gate import launch

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-#: Functions of the gate in gated activations.
+#: Functions of the gate in gated activations, and in gates of any rows, such as what attention gives.
 ACTIVATIONS = ("silu", "gelu_tanh")
+GATES = (*ACTIVATIONS, "sigmoid")
 #: How a family's RMSNorm rounds to 16 bits and applies its weight: see `Norm`.
 KINDS = ("rounded", "exact", "offset")
 
@@ -47,4 +48,6 @@ def add_norm(
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(gate) * up."""
+    if activation == "sigmoid":
+        return torch.sigmoid(gate) * up
     return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up

@@ -1,6 +1,6 @@
-"""The gated activation of an MLP in one launch: out = act(gate) * up, with act(gate) rounded to 16 bits as modules round it.
+"""A gate in one launch: out = act(gate) * up, with act(gate) rounded to 16 bits as modules round it.
 
-    silu(x) = x / (1 + exp(-x))        gelu_tanh(x) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    silu(x) = x sigmoid(x)        gelu_tanh(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
 
 A program takes BLOCK columns of one row. gate and up may be the halves of one tensor.
 """
@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
 
+#: Columns of a program, at most.
 _BLOCK = 1024
 
 
@@ -33,15 +34,19 @@ def gated(
     exponent = x
     if ACTIVATION == "gelu_tanh":
         exponent = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    x = rounded(x / (1 + tl.exp(-exponent)), out, INTERPRETED).to(tl.float32)
+    factor = x
+    if ACTIVATION == "sigmoid":
+        factor = 1.0
+    x = rounded(factor / (1 + tl.exp(-exponent)), out, INTERPRETED).to(tl.float32)
     tl.store(out + row * width + d, rounded(x * y, out, INTERPRETED), mask=inside)
 
 
 def launch(gate: torch.Tensor, up: torch.Tensor, activation: str, out: torch.Tensor, use_pdl: bool) -> None:
     """out [M, N], contiguous, from gate and up [M, N], whose last strides are 1; all of one 16-bit type, none empty."""
     rows, width = out.shape
-    gated[(triton.cdiv(width, _BLOCK), rows)](
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    gated[(triton.cdiv(width, block), rows)](
         gate, up, out, gate.stride(0), up.stride(0), width,
-        ACTIVATION=activation, BLOCK=_BLOCK, USE_PDL=use_pdl, INTERPRETED=INTERPRETED,
+        ACTIVATION=activation, BLOCK=block, USE_PDL=use_pdl, INTERPRETED=INTERPRETED,
         num_warps=4, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
