@@ -11,13 +11,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers as tf
+from families import tiny_config
 from tiny_models import left_padding
 
 import halfbyte.hf as hf
 from command_line import refusal, run
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf import graph_generate, rehearsal
-from halfbyte.hf.fused_blocks import fused_view
+from halfbyte.hf.fused_blocks import fused_view, why_not_fused
 from halfbyte.kernels.compiling import parallel
 from halfbyte.ops.compiling import compiling_only
 from pretended_gpu import pretend_compiler, pretend_levels
@@ -157,6 +158,22 @@ def test_where_the_rehearsal_fails_launches_compile(pretend: Any, monkeypatch: p
     with pytest.warns(UserWarning, match="one by one, and not ahead: other inputs"):
         call(model, 1, 20)
     assert not parallel._begun
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kinds", [("linear_attention", "full_attention"), ("full_attention", "linear_attention")])
+def test_blocks_of_a_rehearsal_get_what_their_kind_takes(kinds: tuple[str, str]) -> None:
+    """Masks go by a block's place in the whole model: of states 2-D, of a packed cache where texts start."""
+    config = tiny_config("qwen3_5_text")
+    config.layer_types = [kinds[0]] * 3 + [kinds[1]] + [kinds[0], kinds[1]]
+    config.num_hidden_layers = len(config.layer_types)
+    model = hf.quantize(tf.AutoModelForCausalLM.from_config(config).eval(), keys="int8", values="int8")
+    small = rehearsal._Rehearsal(model, fuse_blocks=True).model
+    kept = [layer.block_type for layer in small.model.layers]
+    assert kept == [kinds[0], kinds[1], kinds[0], kinds[1]]
+    ids = torch.ones(2, 5, dtype=torch.long)
+    small(ids, attention_mask=left_padding(ids, 2), past_key_values=hf.PackedCache(model, 64))
+    assert why_not_fused(small) == [""] * 4
 
 
 def test_a_model_that_cannot_be_compiled_for_says_why() -> None:

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig
 
 from halfbyte.errors import warn_once
 from halfbyte.hf.cache import PackedCache
@@ -37,7 +38,19 @@ from halfbyte.hf.fused_forms import AddedForms, Form, quantized_layer, whole_row
 from halfbyte.hf.fused_parts import Tables, fused_part
 from halfbyte.hf.model_support import CACHE, blocks, half_type, ranks_of, text_config
 from halfbyte.hf.routers import Routers
-from halfbyte.hf.structure import Call, Reading, Structure, has_hooks, norms_of, same, structure_of, survey, tensors_of, viewed
+from halfbyte.hf.structure import (
+    Call,
+    ConfigOf,
+    Reading,
+    Structure,
+    has_hooks,
+    norms_of,
+    same,
+    structure_of,
+    survey,
+    tensors_of,
+    viewed,
+)
 from halfbyte.nn import QuantLinear
 from halfbyte.ops.all_reduce import AllReduce, of_all
 from halfbyte.ops.block import add_norm, norm_rows
@@ -256,9 +269,14 @@ def _fused(model: Any, path: str, layers: Sequence[Any], repeats: list[Callable[
 
 def with_blocks(model: Any, layers: Sequence[nn.Module]) -> Any:
     """A copy of `model` that shares everything, with some of its blocks."""
-    *path, name = _path(model, blocks(model)).split(".")
+    own = blocks(model)
+    *path, name = _path(model, own).split(".")
     copy = viewed(model, path, {name: nn.ModuleList(layers)})
     _some[copy] = list(layers)
+    if len(layers) != len(own):
+        around, places = vars(copy.get_submodule(".".join(path))), {id(layer): i for i, layer in enumerate(own)}
+        numbers = [places[id(layer)] for layer in layers]
+        around |= {key: ConfigOf(x, numbers, len(own)) for key, x in around.items() if isinstance(x, PreTrainedConfig)}
     return copy
 
 

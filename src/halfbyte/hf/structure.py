@@ -256,6 +256,20 @@ def viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) -
     return view
 
 
+class ConfigOf:
+    """The configuration of some blocks: of lists with an entry for each of `count` blocks, those at `numbers`.
+
+    The module around blocks looks up what each one takes, such as a mask, by its place among those that it calls.
+    """
+
+    def __init__(self, whole: Any, numbers: Sequence[int], count: int) -> None:
+        self.whole, self.numbers, self.count = whole, numbers, count
+
+    def __getattr__(self, name: str) -> Any:
+        x = getattr(self.whole, name)
+        return [x[number] for number in self.numbers] if isinstance(x, list | tuple) and len(x) == self.count else x
+
+
 class Survey(NamedTuple):
     """What one walk over a model finds.
 
