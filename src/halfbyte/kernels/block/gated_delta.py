@@ -2,12 +2,12 @@
 
     u = decay k^T S        delta = beta (v - u)        S = decay S + k delta        y = decay q^T S + (q . k) delta
 
-A program takes a value head of a sequence. Its state [Dk, Dv] is read first, stays in registers, and is written once. Both sums are
-over the old state, so that neither waits for the other. A state of [128, 128] is 64 KB; fewer columns a program would fill more of
-the SMs at batch size 1, and take the norm, which is over all of them, into a second launch.
+A program takes a value head of a sequence. Its state [Dk, Dv] stays in registers and is written once; the L2 cache gets it while the
+launch before ends. Both sums are over the old state, so that neither waits for the other. A state of [128, 128] is 64 KB; fewer
+columns a program would fill more of the SMs at batch size 1, and take the norm, which is over all of them, into a second launch.
 
-Value heads of one key head read the same columns of the convolution's state. The last of them to have read writes, so no program
-waits; a counter for each key head is zero between launches.
+Value heads of one key head read the same columns of the convolution's state. The last of them to have read writes, behind all else,
+so no program waits; a counter for each key head is zero between launches.
 
 Whatever a module rounds to 16 bits is rounded here at the same place.
 """
@@ -56,28 +56,40 @@ def _softplus(x):
 
 
 @triton.jit
-def _convolved(x, channel, inside, conv, weight, bias, like, taps: tl.constexpr, INTERPRETED: tl.constexpr):
-    """silu(conv) of some channels in f32, and their last `taps` tokens, the oldest first; x: where the newest ones lie."""
+def _tokens(x, channel, inside, conv, taps: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The last `taps` tokens of some channels, the oldest first; x: where the newest ones lie."""
     tokens = ()
+    for tap in tl.static_range(1, taps):
+        tokens += (tl.load(conv + channel * taps + tap, mask=inside, other=0.0),)
+    return tokens + (rounded(tl.load(x, mask=inside, other=0.0).to(tl.float32), conv, INTERPRETED),)
+
+
+@triton.jit
+def _convolved(tokens, channel, inside, weight, bias, like, taps: tl.constexpr, INTERPRETED: tl.constexpr):
+    """silu(conv) of some channels in f32."""
     total = channel.to(tl.float32) * 0
     for tap in tl.static_range(taps):
-        if tap < taps - 1:
-            token = tl.load(conv + channel * taps + (tap + 1), mask=inside, other=0.0)
-        else:
-            token = rounded(tl.load(x, mask=inside, other=0.0).to(tl.float32), conv, INTERPRETED)
-        total += token.to(tl.float32) * tl.load(weight + channel * taps + tap, mask=inside, other=0.0).to(tl.float32)
-        tokens += (token,)
+        total += tokens[tap].to(tl.float32) * tl.load(weight + channel * taps + tap, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     total = rounded(total, weight, INTERPRETED).to(tl.float32)
     total = rounded(_silu(total), weight, INTERPRETED).to(tl.float32)
-    return rounded(total, like, INTERPRETED).to(tl.float32), tokens
+    return rounded(total, like, INTERPRETED).to(tl.float32)
 
 
 @triton.jit
-def _keep(tokens, channel, inside, conv, taps: tl.constexpr):
+def _keep(x, channel, inside, conv, taps: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Tokens read once more: to hold them meanwhile takes registers. No thread writes before all have read."""
+    tokens = _tokens(x, channel, inside, conv, taps, INTERPRETED)
+    tl.debug_barrier()
     for tap in tl.static_range(taps):
         tl.store(conv + channel * taps + tap, tokens[tap], mask=inside)
+
+
+@triton.jit
+def _prefetch(state, offsets):
+    """Lines of 128 bytes into the L2 cache."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [state + offsets], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -97,53 +109,60 @@ def gated_delta(
     i, j = tl.arange(0, S.rows), tl.arange(0, S.columns)
     in_k, in_v = i < S.dk, j < S.dv
     T: tl.constexpr = S.taps
+    state += (batch * heads + head) * (S.dk * S.dv)
     if USE_PDL:
+        LINE: tl.constexpr = 1024 // state.dtype.element_ty.primitive_bitwidth
+        line = tl.arange(0, S.rows * S.columns // LINE) * LINE
+        _prefetch(state, tl.minimum(line, S.dk * S.dv - 1))
         gdc_wait()
         gdc_launch_dependents()
-    at = state + (batch * heads + head) * (S.dk * S.dv) + i[:, None] * S.dv + j[None, :]
-    whole = in_k[:, None] & in_v[None, :]
-    old = tl.load(at, mask=whole, other=0.0).to(tl.float32)
-
     conv += batch * (channels * T)
     of_query = key_head * S.dk + i
     of_key = heads // S.group * S.dk + of_query
     of_value = 2 * (heads // S.group * S.dk) + head * S.dv + j
-    x = q + batch * strides[0][0] + key_head * strides[0][1] + i
-    query, queries = _convolved(x, of_query, in_k, conv, conv_weight, conv_bias, q, T, INTERPRETED)
-    x = k + batch * strides[1][0] + key_head * strides[1][1] + i
-    key, keys = _convolved(x, of_key, in_k, conv, conv_weight, conv_bias, q, T, INTERPRETED)
-    x = v + batch * strides[2][0] + key_head * strides[2][1] + own * strides[2][2] + j
-    value, values = _convolved(x, of_value, in_v, conv, conv_weight, conv_bias, q, T, INTERPRETED)
-    query, key = _of_length_one(query, length_eps) * scale, _of_length_one(key, length_eps)
-    tl.debug_barrier()  # every thread has read the tokens that others of the program move
-    _keep(values, of_value, in_v, conv, T)
-    if S.group == 1:
-        is_last = True
-    else:
-        counter = counters + batch * (heads // S.group) + key_head
-        is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == S.group - 1
-    if is_last:
-        _keep(queries, of_query, in_k, conv, T)
-        _keep(keys, of_key, in_k, conv, T)
-        if S.group > 1:
-            tl.store(counter, 0)
+    q += batch * strides[0][0] + key_head * strides[0][1] + i
+    k += batch * strides[1][0] + key_head * strides[1][1] + i
+    v += batch * strides[2][0] + key_head * strides[2][1] + own * strides[2][2] + j
+    queries = _tokens(q, of_query, in_k, conv, T, INTERPRETED)
+    keys = _tokens(k, of_key, in_k, conv, T, INTERPRETED)
+    values = _tokens(v, of_value, in_v, conv, T, INTERPRETED)
+    in_b = tl.load(b + batch * strides[4][0] + key_head * strides[4][1] + own * strides[4][2]).to(tl.float32)
+    in_a = tl.load(a + batch * strides[5][0] + key_head * strides[5][1] + own * strides[5][2]).to(tl.float32)
+    rate, shift = tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    z += batch * strides[3][0] + key_head * strides[3][1] + own * strides[3][2]
+    gate = tl.load(z + j, mask=in_v, other=0.0).to(tl.float32)
+    factor = tl.load(norm + j, mask=in_v, other=0.0).to(tl.float32)
+    at = state + i[:, None] * S.dv + j[None, :]
+    whole = in_k[:, None] & in_v[None, :]
+    old = tl.load(at, mask=whole, other=0.0).to(tl.float32)
 
-    x = tl.load(b + batch * strides[4][0] + key_head * strides[4][1] + own * strides[4][2]).to(tl.float32)
-    beta = rounded(1 / (1 + tl.exp(-x)), b, INTERPRETED).to(tl.float32) * beta_scale
-    x = tl.load(a + batch * strides[5][0] + key_head * strides[5][1] + own * strides[5][2]).to(tl.float32)
-    step = _softplus(x + tl.load(dt_bias + head).to(tl.float32))
-    decay = tl.exp(-tl.exp(tl.load(a_log + head).to(tl.float32)) * step)
+    query = _convolved(queries, of_query, in_k, conv_weight, conv_bias, q, T, INTERPRETED)
+    key = _convolved(keys, of_key, in_k, conv_weight, conv_bias, q, T, INTERPRETED)
+    value = _convolved(values, of_value, in_v, conv_weight, conv_bias, q, T, INTERPRETED)
+    query, key = _of_length_one(query, length_eps) * scale, _of_length_one(key, length_eps)
+    beta = rounded(1 / (1 + tl.exp(-in_b)), b, INTERPRETED).to(tl.float32) * beta_scale
+    decay = tl.exp(-tl.exp(rate) * _softplus(in_a + shift))
     delta = (value - decay * tl.sum(old * key[:, None], 0)) * beta
     y = decay * tl.sum(old * query[:, None], 0) + tl.sum(query * key, 0) * delta
     tl.store(at, rounded(old * decay + key[:, None] * delta[None, :], state, INTERPRETED), mask=whole)
 
     y = rounded(y, q, INTERPRETED).to(tl.float32)
     y = rounded(y * tl.rsqrt(tl.sum(y * y, 0) * share + eps), q, INTERPRETED).to(tl.float32)
-    y = rounded(y * tl.load(norm + j, mask=in_v, other=0.0).to(tl.float32), norm, INTERPRETED).to(tl.float32)
-    gates = z + batch * strides[3][0] + key_head * strides[3][1] + own * strides[3][2]
-    gate = tl.load(gates + j, mask=in_v, other=0.0).to(tl.float32)
+    y = rounded(y * factor, norm, INTERPRETED).to(tl.float32)
     to = out + (batch * heads + head) * S.dv
     tl.store(to + j, rounded(y * _silu(gate), out, INTERPRETED), mask=in_v)
+
+    _keep(v, of_value, in_v, conv, T, INTERPRETED)
+    if S.group == 1:
+        is_last = True
+    else:
+        counter = counters + batch * (heads // S.group) + key_head
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == S.group - 1
+    if is_last:
+        _keep(q, of_query, in_k, conv, T, INTERPRETED)
+        _keep(k, of_key, in_k, conv, T, INTERPRETED)
+        if S.group > 1:
+            tl.store(counter, 0)
 
 
 def launch(call: DeltaCall, counters: torch.Tensor, use_pdl: bool) -> None:
