@@ -53,7 +53,8 @@ def test_gates(activation: str) -> None:
     gate, up = r(3, 14).chunk(2, -1)
     x = gate.double()
     inner = x if activation != "gelu_tanh" else 2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
-    torch.testing.assert_close(gated(gate, up, activation).double(), (1 if activation == "sigmoid" else x) * torch.sigmoid(inner) * up, rtol=1e-5, atol=1e-6)
+    truth = (1 if activation == "sigmoid" else x) * torch.sigmoid(inner) * up
+    torch.testing.assert_close(gated(gate, up, activation).double(), truth, rtol=1e-5, atol=1e-6)
 
 
 def weight(n: int, name: str = "int4_g32", width: int = 64) -> QuantTensor:

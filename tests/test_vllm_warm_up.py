@@ -15,13 +15,16 @@ pytest.importorskip("triton")
 import halfbyte
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import ExactTokens, PagedView, PageLayout, attention_varlen
+from halfbyte.experts import QuantExperts
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.ops.experts_mlp import Projection, experts_mlp
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.plans.prompts import bucket, groups
+from halfbyte.reference.experts import Activation
 from halfbyte.vllm.prompts import FlashPrompts, FlashPromptsWithExactTokens, Ragged
-from halfbyte.vllm.warm_up import Limits, compile_linear, warm_up
-from pretended_gpu import Variants, pretend_compiler
+from halfbyte.vllm.warm_up import Limits, compile_layer, warm_up
+from pretended_gpu import Variants, pretend_compiler, pretend_levels
 
 LIMITS = Limits(requests=72, drafts=2, tokens=320, longest=1800)
 HEADS, KV_HEADS, DIM = 16, 8, 128
@@ -222,9 +225,38 @@ def test_steps_of_every_size_take_gemms_that_were_compiled(name: str, n: int, k:
     def multiply(rows: int) -> None:
         halfbyte.linear(torch.zeros(rows, k, dtype=torch.bfloat16), weight, impl="gluon")
 
-    compile_linear(GemmProblem(((weight.format, n),), 1, k, "bf16"), False, 2048, torch.device("cuda", 0), multiply)
+    compile_layer([GemmProblem(((weight.format, n),), 1, k, "bf16")], False, 2048, torch.device("cuda", 0), multiply)
     known = set(variants.keys)
     assert len(known) > 3
     for rows in [*range(1, 18), 32, 33, 64, 65, 2048, *(draw.randint(17, 2048) for _ in range(40))]:
         multiply(rows)
         assert variants.keys <= known, (rows, sorted(name for name, *_ in variants.keys - known))
+
+
+@pytest.mark.parametrize("name", ["int4_g64", "mxfp4", "int8_col"])
+def test_prompts_of_every_length_take_experts_that_were_compiled(
+    name: str, variants: Variants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture as `HalfbyteExperts` computes it."""
+    pretend_levels(monkeypatch)
+    draw, (experts, top_k, inner, width) = random.Random(name), (16, 4, 256, 512)
+    fmt, silu = halfbyte.quantize(torch.ones(1, 64), name).format, Activation("silu")
+    shapes = (experts, 2 * inner, width), (experts, width, inner)
+    stacks = [QuantExperts.empty(shape, fmt, None).weight for shape in shapes]
+    up, down = (Projection([torch.zeros_like(t, device="cpu") for t in stack.parts().values()], name) for stack in stacks)
+
+    def multiply(tokens: int) -> None:
+        x, ids = torch.zeros(tokens, width, dtype=torch.bfloat16), torch.zeros(tokens, top_k, dtype=torch.int32)
+        experts_mlp(x, up, down, ids, torch.empty(tokens, top_k), silu)
+
+    routings = Routing(experts, top_k), Routing(experts, top_k, shared=False, gated=True, ids_early=True)
+    problems = [
+        GemmProblem(((fmt, n),), 1, k, "bf16", routing, activation)
+        for (_, n, k), routing, activation in zip(shapes, routings, (silu, None), strict=True)
+    ]
+    compile_layer(problems, False, 2048, torch.device("cuda", 0), multiply)
+    known = set(variants.keys)
+    assert len(known) > 6
+    for tokens in [*range(1, 70), 2048, *(draw.randint(70, 2048) for _ in range(40))]:
+        multiply(tokens)
+        assert variants.keys <= known, (tokens, sorted(name for name, *_ in variants.keys - known))

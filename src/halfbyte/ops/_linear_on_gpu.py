@@ -109,7 +109,10 @@ def _plan(problem: GemmProblem, device: int, use_pdl: bool) -> GemmPlan | str:
 def rows_of_plans(problem: GemmProblem, most: int, device: torch.device) -> list[int]:
     """The fewest M up to `most` of each variant for these weights. `problem` has any M."""
     fewest: dict[object, int] = {}
-    for rows in (*range(1, 18), 33, *range(65, most + 1, 64)):  # from 17 on blocks have at least 32 batch rows, from 65 on 64
+    numbers = [*range(1, 18), 33, *range(65, most + 1, 64)]  # from 17 on blocks have at least 32 batch rows, from 65 on 64
+    if problem.routing is not None:  # plans go by the rows of an expert
+        numbers = [*range(1, 513), *range(513, most + 1, 16)]
+    for rows in numbers:
         plan = _plan(problem._replace(rows=rows), device.index, pair_launches())
         variant = plan.spec if isinstance(plan, GemmPlan) else tiles_of(problem._replace(rows=rows), device)
         fewest.setdefault(variant, rows)

@@ -16,19 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
 from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, alternating, stack, without_nested_scales
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import Shape
+from halfbyte.ops.by_plan import HALVES
 from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.ops.workspace import replay_in_turn
+from halfbyte.plans.gemm_problem import GemmProblem, Routing
 from halfbyte.reference.experts import KINDS, Activation
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.shares import columns_of, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, parameter
+from halfbyte.vllm.warm_up import KERNELS, compile_layer
 
 #: The projections of a mixture as folders of halfbyte call them, and vLLM.
 PROJECTIONS = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -145,10 +150,16 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, layer: Any, name: str, mixture: Mixture) -> None:
         super().__init__(layer.moe_config)
         self.name, self.activation = name, _activation(layer, name)
+        self._most_tokens: int = get_current_vllm_config().scheduler_config.max_num_batched_tokens
         if set(mixture) != set(PROJECTIONS):
             raise Unsupported(f"{name}: only {', '.join(mixture)} is quantized; experts are computed with both projections packed")
         self.stacks = [mixture[projection] for projection in PROJECTIONS]
         _check_parallel(layer, name)
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """Of the ids that `apply` gets: kernels are compiled for it."""
+        return torch.int32
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: vLLM's own kernels are not used."""
@@ -247,8 +258,36 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
                 layer.register_parameter(f"{projection}_stack_{name}", Parameter(part, requires_grad=False))
             layer.halfbyte_names.append([f"{projection}_stack_{name}" for name in weight.parts()])
         layer.halfbyte_formats = [weight.format.name for weight in layer.halfbyte_weights]
-        replay_in_turn(layer.halfbyte_weights[0].codes.device)
+        device = layer.halfbyte_weights[0].codes.device
+        replay_in_turn(device)
+        self._begin_to_compile(layer, device)
         self._forget(layer)
+
+    def _begin_to_compile(self, layer: Any, device: torch.device) -> None:
+        """Compile kernels in the background, for every number of tokens."""
+        dtype, top_k, there = self.moe.in_dtype, self.moe.experts_per_token, weakref.ref(layer)
+        if (half := HALVES.get(dtype)) is None:
+            return
+        up, down = (
+            GemmProblem(
+                ((weight.format, weight.shape[1]),),
+                1,
+                weight.shape[2],
+                half,
+                Routing(weight.shape[0], top_k, shared=i == 0, gated=i == 1, ids_early=i == 1),
+                self.activation if i == 0 else None,
+            )
+            for i, weight in enumerate(layer.halfbyte_weights)
+        )
+
+        def multiply(tokens: int) -> None:
+            if (layer := there()) is not None:
+                gates = torch.empty(tokens, top_k, device=device)
+                x, ids = torch.empty(tokens, up.width, dtype=dtype, device=device), torch.zeros_like(gates, dtype=torch.int32)
+                self.apply(layer, x, gates, ids, None, None)
+
+        JitWarmupRegistry.register(KERNELS)
+        compile_layer([up, down], self.moe.has_bias, self._most_tokens, device, multiply)
 
     def apply(
         self,

@@ -6,7 +6,7 @@ below, on requests without tokens, reach every variant, whatever an engine of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ _ITEMS = 400
 
 #: Layers that are compiled, by all that decides which kernels they take.
 _compiled: set[tuple[Any, ...]] = set()
-#: Linear layers whose kernels are not loaded yet: values of M that take every variant, and a call of the layer with one of them.
+#: Layers whose kernels are not loaded yet: values of M that take every variant, and a call of the layer with one of them.
 _linears: list[tuple[list[int], Callable[[int], object]]] = []
 
 
@@ -116,7 +116,7 @@ def warm_up(
             _call_linears()
 
 
-class LinearKernels:
+class _LinearKernels:
     """As vLLM's registry of JIT kernels calls it in its warm-up; without halfbyte's attention nothing else loads these kernels."""
 
     def get_warmup_keys(self) -> list[str]:
@@ -127,6 +127,10 @@ class LinearKernels:
             _call_linears()
 
 
+#: For vLLM's registry.
+KERNELS = _LinearKernels()
+
+
 def _call_linears() -> None:
     while _linears:
         numbers, multiply = _linears.pop()
@@ -134,15 +138,19 @@ def _call_linears() -> None:
             multiply(rows)
 
 
-def compile_linear(problem: GemmProblem, biased: bool, most: int, device: torch.device, multiply: Callable[[int], object]) -> None:
-    """Compile in the background what a linear layer needs, once for all that are like it; vLLM's warm-up loads it.
+def compile_layer(
+    problems: Sequence[GemmProblem], biased: bool, most: int, device: torch.device, multiply: Callable[[int], object]
+) -> None:
+    """Compile in the background what a linear layer or a mixture needs, once for all that are like it; vLLM's warm-up loads it.
 
-    problem: its weights, K and the type of x; most: the largest M; multiply: calls the layer with an M.
+    problems: weights, K and the type of x, one for each GEMM; most: the largest M; multiply: calls the layer with an M.
     """
-    if device.type != "cuda" or (problem, biased) in _compiled:
+    key = (*problems, biased)
+    if device.type != "cuda" or key in _compiled:
         return
-    _compiled.add((problem, biased))
-    numbers = rows_of_plans(problem, most, device)[::-1]  # vLLM's first step is the largest
+    _compiled.add(key)
+    each = {rows for problem in problems for rows in rows_of_plans(problem, most, device)}
+    numbers = sorted(each, reverse=True)  # vLLM's first step is the largest
     with compiling_only(wait=False):
         for rows in numbers:
             multiply(rows)

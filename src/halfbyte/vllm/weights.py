@@ -45,7 +45,7 @@ from halfbyte.vllm.registered import Registered
 from halfbyte.vllm.selection import check_used
 from halfbyte.vllm.shares import columns_of, merged, rows_of
 from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
-from halfbyte.vllm.warm_up import LinearKernels, compile_linear
+from halfbyte.vllm.warm_up import KERNELS, compile_layer
 
 #: What config.json, and vLLM, call OpenAI's stacks of experts in MXFP4.
 GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
@@ -59,7 +59,6 @@ FUSED = {
 }
 #: Weights that one launch computes.
 MOST_PROJECTIONS = 3
-_KERNELS = LinearKernels()
 
 
 class HalfbyteConfig(Registered):
@@ -318,7 +317,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         half, width, device = HALVES.get(self._dtype), weights[0].shape[1], weights[0].codes.device
         if half is None or self._gathers:
             return
-        JitWarmupRegistry.register(_KERNELS)
+        JitWarmupRegistry.register(KERNELS)
         there = weakref.ref(layer)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
 
@@ -330,7 +329,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         for begin in range(0, len(weights), MOST_PROJECTIONS):
             shapes = tuple((weight.format, weight.shape[0]) for weight in weights[begin : begin + MOST_PROJECTIONS])
             problem = GemmProblem(shapes, 1, width, half)
-            compile_linear(problem, bias is not None, self._most_rows, device, multiply)
+            compile_layer([problem], bias is not None, self._most_rows, device, multiply)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N], of all the layer's weights side by side."""

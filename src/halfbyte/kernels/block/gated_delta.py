@@ -2,8 +2,8 @@
 
     u = decay k^T S        delta = beta (v - u)        S = decay S + k delta        y = decay q^T S + (q . k) delta
 
-A program takes a value head of a sequence. Its state [Dk, Dv] stays in registers and is written once; the L2 cache gets it while the
-launch before ends. Both sums are over the old state, so that neither waits for the other. A state of [128, 128] is 64 KB; fewer
+A program takes a value head of a sequence. Its state [Dk, Dv] stays in registers and is written once; the L2 cache gets it while
+the launch before ends. Both sums are over the old state, so that neither waits for the other. A state of [128, 128] is 64 KB; fewer
 columns a program would fill more of the SMs at batch size 1, and take the norm, which is over all of them, into a second launch.
 
 Value heads of one key head read the same columns of the convolution's state. The last of them to have read writes, behind all else,
@@ -61,7 +61,8 @@ def _tokens(x, channel, inside, conv, taps: tl.constexpr, INTERPRETED: tl.conste
     tokens = ()
     for tap in tl.static_range(1, taps):
         tokens += (tl.load(conv + channel * taps + tap, mask=inside, other=0.0),)
-    return tokens + (rounded(tl.load(x, mask=inside, other=0.0).to(tl.float32), conv, INTERPRETED),)
+    tokens += (rounded(tl.load(x, mask=inside, other=0.0).to(tl.float32), conv, INTERPRETED),)
+    return tokens
 
 
 @triton.jit
