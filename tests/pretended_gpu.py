@@ -194,7 +194,8 @@ def pretend_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     _in_every_op(monkeypatch, level=level, kernel_level=kernel_level, pairs_launches=lambda device: True)
 
     def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Any) -> Any:
-        return (torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)) if _fused._suits(q, k, v, o) else None
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        return (out, q.new_zeros(q.shape[:3], dtype=torch.float32)) if _fused._suits(q, k, v, o) else None
 
     own_route = route_kernel.launch
 

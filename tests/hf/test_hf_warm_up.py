@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers as tf
-from families import tiny_config
+from families import tiny_config, tiny_model
 from tiny_models import left_padding
 
 import halfbyte.hf as hf
@@ -158,6 +158,19 @@ def test_where_the_rehearsal_fails_launches_compile(pretend: Any, monkeypatch: p
     with pytest.warns(UserWarning, match="one by one, and not ahead: other inputs"):
         call(model, 1, 20)
     assert not parallel._begun
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "mimo_v2_flash", "qwen3_5_text"))]
+)
+def test_rehearsals_of_a_family_run(family: str, pretend: Any) -> None:
+    """Latents, whose matrices are products that nobody computes; mixtures; values of fewer dims than keys; a recurrence."""
+    model = hf.quantize(tiny_model(family).to(torch.bfloat16), "nvfp4", keys="int8", values="int8")
+    pretend(model)
+    ahead, _ = rehearsal._begin(model, [rehearsal.Prompts(1, 9, 64)], 16, fuse_blocks=True)
+    assert ahead is not None
+    assert ahead.jobs
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from transformers.masking_utils import causal_mask_function, chunked_overlay, sd
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.ops.compiling import active
 from halfbyte.ops.transform_heads import transform_heads
 from halfbyte.tensors import LatentHeads
 
@@ -203,7 +204,8 @@ def heads_of(module: Any, rank: int, rotary_dims: int, like: torch.Tensor, is_ro
     """What a module multiplies latents of `rank` dims by, in the dtype of `like`: its `expand_kv` of unit latents.
 
     is_rotated: the cache holds latents Hadamard-rotated, so the matrices are those of rotated ones. Raises `Unsupported` where keys
-    are not a product with the latent followed by the rotary key, except within a CUDA graph, which cannot look.
+    are not a product with the latent followed by the rotary key, except where nobody can look: within a CUDA graph, and of launches
+    that only compile.
     """
     units = like.new_zeros(1, 1, rank + rotary_dims + 1, rank + rotary_dims)
     units[0, 0].fill_diagonal_(1)
@@ -211,7 +213,7 @@ def heads_of(module: Any, rank: int, rotary_dims: int, like: torch.Tensor, is_ro
     own = keys.shape[-1] - rotary_dims
     rotary = keys.new_zeros(rotary_dims + 1, keys.shape[-1])
     rotary[:, own:].fill_diagonal_(1)
-    if not like.is_cuda or not torch.cuda.is_current_stream_capturing():
+    if not active() and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         is_product = not keys[:, :rank, own:].any() and not values[:, rank:].any()
         if not is_product or not bool((keys[:, rank:] == rotary).all()):
             raise Unsupported(
