@@ -170,6 +170,23 @@ def test_sequences_are_chosen_with_their_states(family):
     assert torch.allclose(more[2], more[3], atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
+def test_a_cache_of_other_sequences_is_named(family):
+    """Though the first layer has a state; and the states stay as they are. Zaya joins its own before it asks the cache."""
+    model, ids, cache = packed(family), prompts(3, 9), hf.PackedCache(packed(family), 64)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=hf.PackedCache(model, 64)).logits
+        for _ in range(2):
+            model(ids, past_key_values=cache)
+            for rows in (1, 2):
+                with pytest.raises(InvalidArgument, match=f"past_key_values holds 3 sequences, and the input {rows}"):
+                    model(ids[:rows], past_key_values=cache)
+            cache.reset()
+        with pytest.raises(InvalidArgument, match="holds 3 sequences, and the input 6"):
+            model.generate(ids, past_key_values=cache, num_beams=2, **OPTIONS)
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
 @pytest.mark.parametrize("kinds", [("full_attention", "linear_attention"), ("linear_attention", "full_attention")])
 def test_a_crop_that_cannot_be_changes_nothing(kinds, monkeypatch):
     """Whichever layer is the first; and where states are recorded, of which those of recurrences are not."""

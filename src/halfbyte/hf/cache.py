@@ -156,12 +156,7 @@ class PackedCache(Cache):  # type: ignore[misc]
                     f"some layers only ({reached} of {len(self._packed)} hold any; a model of fewer layers needs its own cache); "
                     f"call {'restore() on the cache to forget them, or ' * (not self.has_states)}reset(). {_CROSS}"
                 )
-            kv = self.layers[layer_idx].kv
-            if kv is not None and kv.batch != key_states.shape[0]:
-                raise InvalidArgument(
-                    f"past_key_values holds {kv.batch} sequences, and the input {key_states.shape[0]}: pass the same ones, choose "
-                    f"by batch_select_indices or batch_repeat_interleave of the cache, or make another cache"
-                )
+            self._check_batch(key_states.shape[0])
             self._open = True
         try:
             result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -169,6 +164,20 @@ class PackedCache(Cache):  # type: ignore[misc]
             raise CapacityError(f"past_key_values: {error}. PackedCache.grow(n) makes room for n tokens a sequence") from None
         self._open = self._open and (layer_idx != self._packed[-1] or self.layers[layer_idx].drafts is not None)
         return result
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Move the state of a convolution on. Raises for other sequences than those that are held."""
+        if not torch.compiler.is_compiling():
+            self._check_batch(conv_states.shape[0])
+        return super().update_conv_state(conv_states, *args, **kwargs)
+
+    def _check_batch(self, batch: int) -> None:
+        kv = self.packed[0].kv
+        if kv is not None and kv.batch != batch:
+            raise InvalidArgument(
+                f"past_key_values holds {kv.batch} sequences, and the input {batch}: pass the same ones, choose by "
+                f"batch_select_indices or batch_repeat_interleave of the cache, or make another cache"
+            )
 
     def expect_drafts(self, prompt: int | None) -> None:
         """Expect drafts after `prompt` tokens, and `crop` after each forward, as `generate()` does; None: no drafts."""
