@@ -47,6 +47,19 @@ def test_drafts_change_no_token(build, prompt, greedy, family, case, source):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_one_draft_behind_a_prompt_leaves_no_trace(build, prompt, greedy, case):
+    """It is no token that was chosen; here it finishes a block of keys, and pushes a recent token out."""
+    model, ids = hf.quantize(build("llama"), **CASES[case]), prompt(1, 31)
+    assistant = build("qwen2")  # which is wrong
+    assistant.generation_config.num_assistant_tokens = 1
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    expected, logits = greedy(model, ids, new=5, fuse_blocks=False)
+    got, own = greedy(model, ids, new=5, assistant_model=assistant)
+    assert torch.equal(got, expected)
+    assert_close(own, logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_conversation_goes_on_after_drafts(build, prompt, greedy, case):
     """The next call has none. Drafts over a cache that holds tokens are refused: transformers' own caches hold those twice then."""
     model, own = hf.quantize(build("llama"), **CASES[case]), {"new": 30, "pad_token_id": None}

@@ -309,6 +309,44 @@ def test_numbers_that_agree_for_some_weights_only_are_read_anew():
     assert forms(model) == [["AsItIs", "GatedMlp"]] * 2
 
 
+class Wrapped(torch.nn.Module):
+    """A module whose results are changed, without a weight of its own, as steering and ablation do it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.inner(*args, **kwargs)
+        return (3 * out[0], *out[1:]) if isinstance(out, tuple) else 3 * out
+
+
+#: Changes of a model that move no weight: (part of a block, attribute, its new value from the old).
+CHANGES: dict[str, tuple[str, str, Any]] = {
+    "an MLP": ("", "mlp", Wrapped),
+    "attention": ("", "self_attn", Wrapped),
+    "a layer of a fused branch": ("mlp", "down_proj", Wrapped),
+    "an activation": ("mlp", "act_fn", lambda old: torch.nn.Sigmoid()),
+    "a number of a norm": ("input_layernorm", "variance_epsilon", lambda old: 500.0),
+    "a number of a router": ("mlp.gate", "top_k", lambda old: 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_replaced_after_a_call_is_used_by_the_next(change, prompt):
+    path, name, value = CHANGES[change]
+    model, ids = packed("qwen3_moe" if "router" in change else "llama"), prompt(2)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(ids, **options)
+    owner = model.model.layers[1].get_submodule(path)
+    setattr(owner, name, value(getattr(owner, name)))
+    tokens = model.generate(ids, **options)
+    assert torch.equal(tokens, model.generate(ids, fuse_blocks=False, **options))
+    assert not torch.equal(tokens, before)
+    assert torch.equal(tokens, model.generate(ids, **options))
+    assert len(kept_steps(model)) == 1
+
+
 @pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2"])
 def test_kinds_of_norms_are_told_apart_in_16_bits(family):
     norm = base(family).to(torch.bfloat16).model.norm

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
+from families import OWN, _model, tiny_model
 from rich.console import Console
 from rounded_cache import rounded_cache
 from test_hf_families import CLOSE, greedy
@@ -147,6 +147,61 @@ def test_a_forward_that_failed_is_not_continued(family):
             cache.restore()
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_sequences_are_chosen_with_their_states(family):
+    """In another order, some of them twice, as each goes on alone."""
+    model, ids, cache = packed(family), prompts(3, 9), hf.PackedCache(packed(family), 64)
+    cache.batch_repeat_interleave(2)  # nothing is held yet
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([2, 1, 0]))
+        turned = model(ids.flip(0)[:, :2], past_key_values=cache).logits
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3, 5, 4]))
+        more = model(ids[[2, 1, 0, 0], :1], past_key_values=cache).logits
+        for row in range(3):
+            alone, own = hf.PackedCache(model, 64), ids[row : row + 1]
+            model(own, past_key_values=alone)
+            assert (model(own[:, :2], past_key_values=alone).logits - turned[2 - row]).abs().max() < 1e-3
+            expected = model(own[:, :1], past_key_values=alone).logits
+            assert (expected - more[[2, 1, 0].index(row)]).abs().max() < 1e-3
+    assert torch.allclose(more[2], more[3], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
+def test_a_cache_of_other_sequences_is_named(family):
+    """Though the first layer has a state; and the states stay as they are. Zaya joins its own before it asks the cache."""
+    model, ids, cache = packed(family), prompts(3, 9), hf.PackedCache(packed(family), 64)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=hf.PackedCache(model, 64)).logits
+        for _ in range(2):
+            model(ids, past_key_values=cache)
+            for rows in (1, 2):
+                with pytest.raises(InvalidArgument, match=f"past_key_values holds 3 sequences, and the input {rows}"):
+                    model(ids[:rows], past_key_values=cache)
+            cache.reset()
+        with pytest.raises(InvalidArgument, match="holds 3 sequences, and the input 6"):
+            model.generate(ids, past_key_values=cache, num_beams=2, **OPTIONS)
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("kinds", [("full_attention", "linear_attention"), ("linear_attention", "full_attention")])
+def test_a_crop_that_cannot_be_changes_nothing(kinds, monkeypatch):
+    """Whichever layer is the first; and where states are recorded, of which those of recurrences are not."""
+    monkeypatch.setitem(OWN, "qwen3_5_text", {"layer_types": list(kinds)})
+    _model.cache_clear()
+    model, ids, cache = packed("qwen3_5_text"), prompts(2, 9), hf.PackedCache(packed("qwen3_5_text"), 64)
+    _model.cache_clear()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for record in (False, True):
+            if record:
+                cache.activate_past_recording()
+            with pytest.raises(Unsupported, match=r"crop\(-2\): recurrent and convolutional states cannot go back"):
+                cache.crop(-2)
+        assert cache.packed[0].kv.lengths.tolist() == [9, 9]
 
 
 def test_capacity_grows_and_bytes_are_counted():

@@ -63,6 +63,29 @@ def test_generate_with_beams_sampling_lookup_and_recorded_steps(family: str) -> 
     check_generation(packed, plain, 200, 0, {"recorded": False}, lookup)
 
 
+@pytest.mark.parametrize(
+    "own", [{"keys": "int8_channel"}, {"keys": "int8", "sink_tokens": 4, "recent_tokens": 16}], ids=["blocks", "recent"]
+)
+@pytest.mark.parametrize("size", [7, 64])
+def test_later_turns_over_chunks_whose_tokens_are_in_16_bits(size: int, own: dict[str, Any]) -> None:
+    """A turn moves the tail on: what was in it before the turn is in the codes by then."""
+    config = tiny_config("llama4_text")
+    config.update({"moe_layers": [], "attention_chunk_size": size})
+    torch.manual_seed(0)
+    plain = tf.Llama4ForCausalLM(config).eval()
+    packed, _ = packed_and_plain(plain, values="int8", **own)
+    ids = two_texts(200)
+    with torch.no_grad():
+        expected = plain(ids).logits
+        for past in (20, 30, 90):
+            for new in (5, 30, 100):
+                cache = hf.PackedCache(packed, 256, values="int8", **own)
+                packed(ids[:, :past], past_key_values=cache)
+                later = slice(past, past + new)
+                logits = packed(ids[:, later], past_key_values=cache).logits
+                assert (logits - expected[:, later]).abs().max() < 0.15 * expected.std(), (past, new)
+
+
 @pytest.mark.parametrize("family", ["mistral", "llama4_text"])
 def test_assisted_decoding_takes_drafts_back_within_the_ring(family: str) -> None:
     packed, plain = models(family, "int8")

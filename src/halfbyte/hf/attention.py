@@ -282,11 +282,11 @@ def _chunked_prompt(
     out = _at(out, token - before)
     if begins:
         return out
-    cache = KVCache.from_buffers(kv.keys, kv.values, past, page_table=kv.page_table, rotate_keys=kv.rotate_keys)
-    options = {**options, "starts": past + before[:, 0] - size, "appended": False}
-    first = cast(torch.Tensor, prefill_attention(q[:, :, :size], k[:, :, :size], v[:, :, :size], cache, **options))
-    is_first = (token[:size] < before)[:, None, :, None]
-    return torch.cat([torch.where(is_first, first, out[:, :, :size]), out[:, :, size:]], 2)
+    few = tokens if held else size  # what the cache holds of the new tokens, it holds of all
+    options = {**options, "starts": past + before[:, 0] - size, "appended": held > 0}
+    first = cast(torch.Tensor, prefill_attention(q[:, :, :few], k[:, :, :few], v[:, :, :few], kv, **options))
+    is_first = (token[:few] < before)[:, None, :, None]
+    return torch.cat([torch.where(is_first, first, out[:, :, :few]), out[:, :, few:]], 2)
 
 
 def _each_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVCache, options: dict[str, Any], size: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from halfbyte.cache import KVCache
 from halfbyte.cache_options import token_bytes
 from halfbyte.calibrated_keys import Calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.hf.cache_layers import CacheSettings, Chunk, PackedLayer, cache_layer, layer_options, state_bytes
+from halfbyte.hf.cache_layers import CacheSettings, Chunk, PackedLayer, StateLayer, cache_layer, layer_options, state_bytes
 from halfbyte.hf.handles import Drafts, announce, heads_of
 from halfbyte.hf.model_support import (
     BUCKET,
@@ -38,6 +38,7 @@ from halfbyte.tensors import LatentHeads
 
 #: Held while a cache is marked as used.
 _USE = threading.Lock()
+_NO_WAY_BACK = "recurrent and convolutional states cannot go back to earlier tokens; call reset()"
 _CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
 
@@ -127,7 +128,12 @@ class PackedCache(Cache):  # type: ignore[misc]
     @property
     def has_states(self) -> bool:
         """Whether layers have states of a recurrence or a convolution, which cannot go back to earlier tokens."""
-        return any(hasattr(layer, "recurrent_states") for layer in self.layers)
+        return bool(self._states)
+
+    @property
+    def _states(self) -> list[Any]:
+        """The layers with such a state, some of them with keys and values as well."""
+        return [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
 
     @property
     def has_latents(self) -> bool:
@@ -150,12 +156,7 @@ class PackedCache(Cache):  # type: ignore[misc]
                     f"some layers only ({reached} of {len(self._packed)} hold any; a model of fewer layers needs its own cache); "
                     f"call {'restore() on the cache to forget them, or ' * (not self.has_states)}reset(). {_CROSS}"
                 )
-            kv = self.layers[layer_idx].kv
-            if kv is not None and kv.batch != key_states.shape[0]:
-                raise InvalidArgument(
-                    f"past_key_values holds {kv.batch} sequences, and the input {key_states.shape[0]}: pass the same ones, choose "
-                    f"by batch_select_indices or batch_repeat_interleave of the cache, or make another cache"
-                )
+            self._check_batch(key_states.shape[0])
             self._open = True
         try:
             result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -163,6 +164,20 @@ class PackedCache(Cache):  # type: ignore[misc]
             raise CapacityError(f"past_key_values: {error}. PackedCache.grow(n) makes room for n tokens a sequence") from None
         self._open = self._open and (layer_idx != self._packed[-1] or self.layers[layer_idx].drafts is not None)
         return result
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Move the state of a convolution on. Raises for other sequences than those that are held."""
+        if not torch.compiler.is_compiling():
+            self._check_batch(conv_states.shape[0])
+        return super().update_conv_state(conv_states, *args, **kwargs)
+
+    def _check_batch(self, batch: int) -> None:
+        kv = self.packed[0].kv
+        if kv is not None and kv.batch != batch:
+            raise InvalidArgument(
+                f"past_key_values holds {kv.batch} sequences, and the input {batch}: pass the same ones, choose by "
+                f"batch_select_indices or batch_repeat_interleave of the cache, or make another cache"
+            )
 
     def expect_drafts(self, prompt: int | None) -> None:
         """Expect drafts after `prompt` tokens, and `crop` after each forward, as `generate()` does; None: no drafts."""
@@ -238,7 +253,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         if len(buffers) < len(self._packed):
             self.reset()
         elif self.has_states and self._open:
-            raise Unsupported("restore: recurrent and convolutional states cannot go back to earlier tokens; call reset()")
+            raise Unsupported(f"restore: {_NO_WAY_BACK}")
         else:
             shortest = torch.stack([kv.lengths.to(buffers[0].device) for kv in buffers]).amin(0)
             for layer in self.packed:
@@ -248,11 +263,27 @@ class PackedCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; their number is negative.
 
-        Raises `Unsupported`, and changes nothing, where tokens are gone that a layer with a sliding window would then see.
+        Raises `Unsupported`, and changes nothing, where tokens are gone that a layer with a sliding window would then see, or where
+        a layer has a state that cannot go back.
         """
         for layer in self.packed:
             layer.check_crop(tokens_to_remove)
+        if tokens_to_remove < 0 and not all(layer.record_past and layer.is_croppable for layer in self._states):
+            raise Unsupported(f"crop({tokens_to_remove}): {_NO_WAY_BACK}")
         super().crop(tokens_to_remove)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences at `indices`, in their order."""
+        for layer in self.packed:
+            layer.batch_select_indices(indices)
+        for layer in self._states:
+            StateLayer.reorder_cache(layer, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Hold each sequence `repeats` times, one after the other."""
+        integer("repeats", repeats, 0, 2**31 - 1, "a number of copies, 0 or more")
+        if (kv := self.packed[0].kv) is not None:
+            self.batch_select_indices(torch.arange(kv.batch, device=kv.device).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Remove all tokens; the memory stays allocated."""

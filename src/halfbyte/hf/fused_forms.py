@@ -49,10 +49,13 @@ class AsItIs:
 
     def __init__(self, part: Part) -> None:
         self.module, self.x_name, self.renames, self.constants = part.call.module, part.x_name, part.renames, part.constants
+        self.is_first = bool(part.call.args) and part.call.args[0] is part.call.x  # *args have no names
 
     def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, None]:
         arguments = {name: block.get(source) for name, source in self.renames.items()}
-        y = self.module(**{self.x_name: whole_rows(x), **self.constants, **arguments})
+        given = {**self.constants, **arguments}
+        x = whole_rows(x)
+        y = self.module(x, **given) if self.is_first else self.module(**{self.x_name: x, **given})
         return (y[0] if isinstance(y, tuple) else y), None  # a mixture returns the scores of its router, too
 
 

@@ -275,7 +275,7 @@ class Drafts:
         parts = []
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
             if start == first:
-                self._remember(kv, k[:, :, first:], v[:, :, first:])
+                self._remember(kv, k[:, :, first:], v[:, :, first:], 0 if first else 1)
             new_q, new_k, new_v = (t[:, :, start:stop] for t in (q, k, v))
             kv.append(new_k, new_v)
             parts.append(read(new_q, new_k, new_v, start >= first))
@@ -293,9 +293,9 @@ class Drafts:
                 starts.append(i)
         return starts
 
-    def _remember(self, kv: KVCache, k: torch.Tensor, v: torch.Tensor) -> None:
-        """One draft is none: it is the token that was chosen, and stays."""
-        tails = _tails(kv) if k.shape[2] > 1 else []
+    def _remember(self, kv: KVCache, k: torch.Tensor, v: torch.Tensor, chosen: int) -> None:
+        """The first `chosen` of the tokens, 1 behind the prompt's forward, are no drafts: they stay."""
+        tails = _tails(kv) if k.shape[2] > chosen else []
         self.before = _Before([t.clone() for t in tails], kv.lengths.clone(), k, v) if tails else None
 
     def take_back(self, kv: KVCache, count: int) -> bool:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import chain
-from types import MethodType
+from itertools import chain, islice
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
@@ -222,6 +223,9 @@ def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
     """A module of a branch, and where its arguments come from: the block's own, by identity, or constants."""
     inside = {id(m) for m in call.module.modules()}
     arguments = arguments_of(call)
+    parameters = inspect.signature(type(call.module).forward).parameters.values()
+    if len(call.args) > 1 and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise Unsupported(f"{type(call.module).__name__} takes more than x without a name")
     x_name = next(name for name, x in arguments.items() if x is call.x)
     renames, constants = {}, {}
     for name, x in arguments.items():
@@ -243,6 +247,12 @@ def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
 
 #: What PEFT changes of a layer to turn adapters on and off, without touching a tensor.
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+#: Types of attributes by which modules of one class compute something else.
+_PLAIN = {bool, int, float, str, FunctionType, BuiltinFunctionType}
+#: How many attributes torch gives every module, first of all.
+_OF_TORCH = len(vars(nn.Module()))
 
 
 def viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) -> nn.Module:
@@ -273,7 +283,8 @@ class ConfigOf:
 class Survey(NamedTuple):
     """What one walk over a model finds.
 
-    addresses   of its weights, and which adapters are on: other ones once it was moved, cast, quantized or adapted
+    addresses   of its weights, its modules and what these keep in plain attributes, and which adapters are on: others once it was
+                moved, cast, quantized or adapted, or a module was replaced or set
     devices     where its weights lie
     has_hooks   whether a module's calls are watched
     by_length   whether a rotary embedding depends on the length of the text
@@ -292,6 +303,8 @@ def survey(model: nn.Module) -> Survey:
     for module in modules_of(model):
         own = vars(module)
         any_hooks = any_hooks or has_hooks(module)
+        addresses.append(ref(module))  # unlike an id, never that of another
+        addresses += [x for x in islice(own.values(), _OF_TORCH, None) if type(x) in _PLAIN]
         adapters += [str(own[name]) for name in _OF_ADAPTERS if name in own]
         rotations += [own["rope_type"]] if "rope_type" in own else []
         for t in (*own["_parameters"].values(), *own["_buffers"].values()):
