@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, cast
@@ -162,6 +162,17 @@ class PackedCache(Cache):  # type: ignore[misc]
         except CapacityError as error:
             raise CapacityError(f"past_key_values: {error}. PackedCache.grow(n) makes room for n tokens a sequence") from None
         self._open = self._open and (layer_idx != self._packed[-1] or self.layers[layer_idx].drafts is not None)
+        return result
+
+    def step(self, layer_idx: int, run: Callable[[KVCache], Any]) -> Any:
+        """What `run` gives, which appends the next token of each sequence to a layer in place of `update`; None: it has not."""
+        begins = layer_idx == self._packed[0]
+        layer = self.layers[layer_idx]
+        if (begins and self._open) or not _takes_step(layer):
+            return None
+        result = run(layer.kv)
+        if result is not None:
+            layer.begins, self._open = False, (begins or self._open) and layer_idx != self._packed[-1]
         return result
 
     def expect_drafts(self, prompt: int | None) -> None:
@@ -363,3 +374,10 @@ class LatentLayer(PackedLayer):
         else:
             for old, new in zip(self.latent_heads, heads, strict=True):
                 old.copy_(new)
+
+
+def _takes_step(layer: Any) -> bool:
+    """Whether the next token of each sequence is stored as it is, and reads all before it as they are stored."""
+    is_plain = type(layer.kv) is KVCache and layer.sliding is None and layer.transform is None and not layer.rotate_values
+    waits = layer.drafts is None and layer.chunk is None and layer.latent_heads is None and layer.calls is None
+    return is_plain and waits and not layer.is_empty
