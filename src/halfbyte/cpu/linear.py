@@ -3,9 +3,9 @@
 A stored weight is w = scale * (unit - zero), with units on a small grid. Where loops can be compiled (`cpu.threads`), x is
 multiplied by the codes as they lie in memory, for a small M. A bf16 x: by AMX for M up to `AMX_M`, or in tiles
 for M up to `TILE_M`, or by rows for M = 1, as the CPU has instructions. Any other x: for M up to `SMALL_M`. All else decodes a
-block of the weight's rows into a buffer that stays in cache until torch's GEMM multiplies it. Sums are fp32 (float64 for a float64
-x), and nothing is rounded to x's dtype before the bias is in. For a larger M the block is rounded to bf16, as in a model of 16
-bits, for a bf16 x on CPUs that multiply bf16.
+block of the weight's rows into a buffer that stays in cache until a GEMM multiplies it: torch's, or one by AMX, for a bf16 x. Sums
+are fp32 (float64 for a float64 x), and nothing is rounded to x's dtype before the bias is in. For a larger M the block is rounded
+to bf16, as in a model of 16 bits, for a bf16 x on CPUs that multiply bf16.
 
 Zero points come off the codes, where the difference is exact; in tiles they come off sums of few columns. Subtracted from the
 GEMM instead, as the sum over groups of scale * zero * (sum of x), they would cancel: both terms are many times the result where x
@@ -36,6 +36,8 @@ BLOCK, BLOCK_BF16 = 1 << 19, 1 << 23
 #: Largest M for which x is multiplied by the codes: by AMX, in tiles or by rows. Beyond, a GEMM on decoded blocks
 #: is faster.
 AMX_M, TILE_M, SMALL_M = 64, 16, 8
+#: Tokens of x that are put into the order of matrix registers at a time.
+AMX_TOKENS = 1024
 
 
 Array = np.ndarray[Any, Any]
@@ -74,6 +76,8 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
         return _plus(_product_of_integers(rows, weight), bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
     if _fits_tiles(rows, (weight,)):
         return by_tiles(x, tile_rows(x), weight, bias)
+    if _fits_blocks(rows, weight):
+        return _by_blocks(x, weight, bias)
     if not _multiplies_bf16(rows, bias):
         rows = rows.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
     if weight.perm is not None:
@@ -111,6 +115,13 @@ def _fits_tiles(rows: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
         if w.shape[0] < 16 or (count == 1 and w.format.code.per_byte != 2):
             return False
     return _amx_works() or (count <= TILE_M and _tiles_work())
+
+
+def _fits_blocks(rows: torch.Tensor, weight: QuantTensor) -> bool:
+    """Whether blocks of a weight, decoded to bf16, are multiplied by a large x [M, K] by AMX."""
+    is_large = rows.dtype is torch.bfloat16 and len(rows) > AMX_M and weight.shape[0] >= 16
+    scale = weight.tensor_scale  # one number is part of the others
+    return is_large and _is_compiled(rows) and _amx_works() and (scale is None or scale.numel() == 1)
 
 
 @functools.cache
@@ -214,6 +225,27 @@ def tile_sums(x: torch.Tensor, rows: Array, weight: QuantTensor, bias: torch.Ten
     if bias is not None:
         torch.from_numpy(y).add_(bias)
     return y
+
+
+def _by_blocks(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of a bf16 x that fits blocks."""
+    from halfbyte.cpu.compiled import amx_large
+    from halfbyte.cpu.compiled.tiles import aligned
+
+    own, rows = compiled(weight), x.reshape(-1, x.shape[-1])
+    assert own.tensor_scale is None
+    if weight.perm is not None:
+        rows = rows.index_select(1, weight.perm)
+    (count, width), features = rows.shape, own.features
+    addend = np.zeros(features, np.float32) if bias is None else np.ascontiguousarray(bias.detach().float().numpy())
+    y = np.empty((count, features), np.uint16)
+    for first in range(0, count, AMX_TOKENS):
+        some, part = tile_rows(rows[first : first + AMX_TOKENS]), y[first : first + AMX_TOKENS]
+        tiles = -(-len(part) // 32) * 2
+        columns = aligned(tiles * width * 8).reshape(tiles, width // 32, 16, 16)
+        over_rows(amx_large.arrange, tiles, columns.size, some, columns)
+        over_rows(amx_large.amx_large, -(-features // 16), part.size * width, *own.arrays(), columns, addend, part)
+    return torch.from_numpy(y).view(torch.bfloat16).view(*x.shape[:-1], features)
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
