@@ -25,10 +25,11 @@ from halfbyte.reference.dequantize import decode_unit
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 from linear_levels import CALLS, DRAWN, ZEROS
+from watched import watched
 
 #: How `product` multiplies: by the codes (a small M), in tiles or by AMX (a bf16 x, else as before), or by a GEMM on blocks
-#: that a compiled loop decodes, or that torch decodes.
-PATHS = ("codes", "tiles", "amx", "compiled blocks", "torch")
+#: that a compiled loop decodes, for torch or for AMX, or that torch decodes.
+PATHS = ("codes", "tiles", "amx", "amx blocks", "compiled blocks", "torch")
 CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.values())}
 
 
@@ -53,11 +54,12 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
         if request.param == "tiles" and not cpu._tiles_work():
             pytest.skip("this CPU has no instructions for bf16")
-        if request.param == "amx" and not cpu._amx_works():
+        if "amx" in request.param and not cpu._amx_works():
             pytest.skip("this CPU has no AMX")
         monkeypatch.setattr(cpu, "SMALL_M", 8 if request.param == "codes" else 0)
         monkeypatch.setattr(cpu, "TILE_M", 16 if request.param == "tiles" else 0)
-        monkeypatch.setattr(cpu, "_amx_works", lambda: request.param == "amx")
+        monkeypatch.setattr(cpu, "AMX_M", 0 if request.param == "amx blocks" else cpu.AMX_M)
+        monkeypatch.setattr(cpu, "_amx_works", lambda: "amx" in request.param)
     return str(request.param)
 
 
@@ -233,6 +235,34 @@ def test_amx_gives_a_row_the_same_bits_in_any_batch(name: str, width: int) -> No
     y = cpu.linear(x, weight, None)
     assert torch.equal(y[others], together[others])
     assert not y[harmed].isfinite().any()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(37, 32), (150, 320), (300, 4128)])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_col", "int8_col", "nvfp4"])
+def test_blocks_by_amx_give_a_row_the_same_bits_in_any_batch(
+    name: str, rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the rows, columns and tokens that are multiplied at a time."""
+    if not (threads.compiler_works() and cpu._amx_works()):
+        pytest.skip("this CPU has no AMX")
+    weight, x, bias = weight_of(name, rows, width), inputs(600, width, dtype=torch.bfloat16), inputs(rows)
+    asked = watched(monkeypatch, cpu, "_by_blocks")
+    check(x, weight, bias)
+    together = cpu.linear(x, weight, bias)
+    for count in (65, 97, 128, 513):
+        assert torch.equal(cpu.linear(x[-count:], weight, bias), together[-count:])
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "AMX_TOKENS", 96)
+        patch.setattr(threads, "STEPS", 1)
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        assert torch.equal(cpu.linear(x, weight, bias), together)
+    x[3], x[20, 1], x[40, -1] = torch.nan, torch.inf, -torch.inf
+    harmed = [3, 20, 40]
+    others = [m for m in range(len(x)) if m not in harmed]
+    y = cpu.linear(x, weight, bias)
+    assert torch.equal(y[others], together[others])
+    assert not y[harmed].isfinite().any()
+    assert len(asked) == 8
 
 
 @pytest.mark.parametrize("name", ZEROS)

@@ -5,6 +5,7 @@ There are at most five flags. Each is typed and read when it is needed; a bad va
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -74,11 +75,17 @@ def as_set() -> tuple[object, object]:
     return _environment.get(_IMPL), _environment.get(_PDL)
 
 
+@functools.cache
+def _key(variable: str) -> Any:
+    """A variable's name as the environment holds it."""
+    return os.environ.encodekey(variable)
+
+
 def _value(variable: str) -> str:
     """An environment variable; "" where there is none."""
     if _environment is os.environ:
         return os.environ.get(variable, "")
-    raw = _environment.get(os.environ.encodekey(variable))
+    raw = _environment.get(_key(variable))
     return "" if raw is None else str(os.environ.decodevalue(raw))
 
 

@@ -14,7 +14,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.hf.handles import announce, heads_of, newest_layer
+from halfbyte.hf.handles import announce, newest_layer
+from halfbyte.hf.latents import heads_of
 from halfbyte.memory import packed_layers
 from halfbyte.reference.hadamard import rotate
 from halfbyte_lab.evals.calibrate_keys import calibrate_keys

@@ -36,8 +36,8 @@ def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     splits = max(1, -(-max(limit.tolist()) // SPLIT))
     shape = batch, heads, q_heads // heads * count
     new = np.empty
-    rows = new((*shape, _width(dim)), number)
-    out = new((batch, heads, splits, shape[2], _width(c.values.dim)), number)
+    rows = new((*shape, width_of(dim)), number)
+    out = new((batch, heads, splits, shape[2], width_of(c.values.dim)), number)
     state = new((*out.shape[:-1], 2), number)
     result, lse = new((batch, q_heads, count, c.values.dim), number), new((batch, q_heads, count), np.float32)
     prepare, attend, finish = loops(number)
@@ -53,7 +53,7 @@ def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(result).to(q.dtype), torch.from_numpy(lse)
 
 
-def _width(dim: int) -> int:
+def width_of(dim: int) -> int:
     """Columns of a decoded row."""
     return -(-dim // LANES) * LANES
 

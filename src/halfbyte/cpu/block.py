@@ -17,8 +17,8 @@ from halfbyte.reference.block import Norm, gated
 from halfbyte.tensors import QuantTensor
 
 #: How a norm rounds, for the loop.
-_KINDS = {"rounded": 0, "exact": 1, "offset": 2}
-_NONE = np.empty((1, 0), np.uint16)
+KINDS = {"rounded": 0, "exact": 1, "offset": 2}
+NONE = np.empty((1, 0), np.uint16)
 
 Array = np.ndarray[Any, Any]
 
@@ -27,7 +27,7 @@ def projections(
     x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
     """[..., N] of each weight."""
-    if not cpu.in_tiles(x, weights) or not all(map(_is_bias, biases, weights)):
+    if not cpu.in_tiles(x, weights) or not all(map(is_bias, biases, weights)):
         return None
     return profiled("linear", _projections, x, weights, biases)
 
@@ -50,9 +50,9 @@ def add_projection(
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """hidden = residual + multiplier * (x W^T + bias), and before(hidden)."""
     is_plain = type(residual) is torch.Tensor and residual.dtype is torch.bfloat16 and residual.is_contiguous()
-    if not is_plain or not (before is None or _is_row(before.weight, residual.shape[-1])):
+    if not is_plain or not (before is None or is_row(before.weight, residual.shape[-1])):
         return None
-    if not cpu.in_tiles(x, (weight,)) or not _is_bias(bias, weight) or residual.shape != (*x.shape[:-1], weight.shape[0]):
+    if not cpu.in_tiles(x, (weight,)) or not is_bias(bias, weight) or residual.shape != (*x.shape[:-1], weight.shape[0]):
         return None
     return profiled("linear", _add_projection, x, weight, bias, residual, before, multiplier)
 
@@ -64,13 +64,14 @@ def _add_projection(
 
     sums = cpu.tile_sums(x, cpu.tile_rows(x), weight, bias)
     hidden = np.empty(sums.shape, np.uint16)
-    out = _NONE if before is None else np.empty_like(hidden)
-    norm, kind, eps = (_NONE[0], 0, 0.0) if before is None else (_bits(before.weight), _KINDS[before.kind], before.eps)
-    add_norm(sums, _bits(residual).reshape(sums.shape), hidden, out, norm, float(multiplier), eps, kind)
+    out = NONE if before is None else np.empty_like(hidden)
+    norm, kind, eps = (NONE[0], 0, 0.0) if before is None else (bits(before.weight), KINDS[before.kind], before.eps)
+    add_norm(sums, bits(residual).reshape(sums.shape), hidden, out, norm, float(multiplier), eps, kind)
     return _bf16(hidden, residual.shape), None if before is None else _bf16(out, residual.shape)
 
 
-def _bits(t: torch.Tensor) -> Array:
+def bits(t: torch.Tensor) -> Array:
+    """Those of a bf16 tensor, which share its memory."""
     return t.detach().view(torch.uint16).numpy()
 
 
@@ -78,10 +79,11 @@ def _bf16(bits: Array, shape: torch.Size) -> torch.Tensor:
     return torch.from_numpy(bits).view(torch.bfloat16).view(shape)
 
 
-def _is_row(t: torch.Tensor, width: int) -> bool:
+def is_row(t: torch.Tensor, width: int) -> bool:
     """Whether t is bf16 [width]."""
     return t.dtype is torch.bfloat16 and t.is_cpu and t.shape == (width,) and t.is_contiguous()
 
 
-def _is_bias(t: torch.Tensor | None, weight: QuantTensor) -> bool:
+def is_bias(t: torch.Tensor | None, weight: QuantTensor) -> bool:
+    """Whether t is a bias of this weight, or none."""
     return t is None or (t.is_cpu and t.is_floating_point() and t.shape == weight.shape[:1])

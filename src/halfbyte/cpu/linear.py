@@ -3,9 +3,9 @@
 A stored weight is w = scale * (unit - zero), with units on a small grid. Where loops can be compiled (`cpu.threads`), x is
 multiplied by the codes as they lie in memory, for a small M. A bf16 x: by AMX for M up to `AMX_M`, or in tiles
 for M up to `TILE_M`, or by rows for M = 1, as the CPU has instructions. Any other x: for M up to `SMALL_M`. All else decodes a
-block of the weight's rows into a buffer that stays in cache until torch's GEMM multiplies it. Sums are fp32 (float64 for a float64
-x), and nothing is rounded to x's dtype before the bias is in. For a larger M the block is rounded to bf16, as in a model of 16
-bits, for a bf16 x on CPUs that multiply bf16.
+block of the weight's rows into a buffer that stays in cache until a GEMM multiplies it: torch's, or one by AMX, for a bf16 x. Sums
+are fp32 (float64 for a float64 x), and nothing is rounded to x's dtype before the bias is in. For a larger M the block is rounded
+to bf16, as in a model of 16 bits, for a bf16 x on CPUs that multiply bf16.
 
 Zero points come off the codes, where the difference is exact; in tiles they come off sums of few columns. Subtracted from the
 GEMM instead, as the sum over groups of scale * zero * (sum of x), they would cancel: both terms are many times the result where x
@@ -36,6 +36,8 @@ BLOCK, BLOCK_BF16 = 1 << 19, 1 << 23
 #: Largest M for which x is multiplied by the codes: by AMX, in tiles or by rows. Beyond, a GEMM on decoded blocks
 #: is faster.
 AMX_M, TILE_M, SMALL_M = 64, 16, 8
+#: Tokens of x that are put into the order of matrix registers at a time.
+AMX_TOKENS = 1024
 
 
 Array = np.ndarray[Any, Any]
@@ -72,8 +74,10 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     rows = x.reshape(x.shape[:-1].numel(), width)  # [M, K]; either may be 0
     if rounds(x, weight):
         return _plus(_product_of_integers(rows, weight), bias).mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
-    if _fits_tiles(rows, features, weight.format.code):
+    if _fits_tiles(rows, (weight,)):
         return by_tiles(x, tile_rows(x), weight, bias)
+    if _fits_blocks(rows, weight):
+        return _by_blocks(x, weight, bias)
     if not _multiplies_bf16(rows, bias):
         rows = rows.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
     if weight.perm is not None:
@@ -94,21 +98,30 @@ def _product_of_integers(rows: torch.Tensor, weight: QuantTensor) -> torch.Tenso
 
 def in_tiles(x: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
     """Whether x [..., K] is multiplied in tiles of each of these weights [N, K]."""
-    if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.numel() or not x.ndim:
+    if type(x) is not torch.Tensor or not x.ndim or not x.numel():
         return False
-    rows = x.view(1, -1) if x.numel() == x.shape[-1] else x.reshape(-1, x.shape[-1])
     for w in weights:
         if not isinstance(w, QuantTensor) or len(w.shape) != 2 or w.shape[1] != x.shape[-1] or not w.codes.is_cpu:
             return False
-        if not _fits_tiles(rows, w.shape[0], w.format.code):
+    return _fits_tiles(x.view(1, -1) if x.numel() == x.shape[-1] else x.reshape(-1, x.shape[-1]), weights)
+
+
+def _fits_tiles(rows: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
+    """Whether x [M, K] is multiplied in tiles of weights. One row and codes of 8 bits are faster without."""
+    count = rows.shape[0]
+    if rows.dtype is not torch.bfloat16 or count > AMX_M or not _is_compiled(rows):
+        return False
+    for w in weights:
+        if w.shape[0] < 16 or (count == 1 and w.format.code.per_byte != 2):
             return False
-    return True
+    return _amx_works() or (count <= TILE_M and _tiles_work())
 
 
-def _fits_tiles(rows: torch.Tensor, features: int, code: Code) -> bool:
-    """Whether x [M, K] is multiplied in tiles of a weight with so many rows. One row and codes of 8 bits are faster without."""
-    fits = rows.dtype is torch.bfloat16 and (code.per_byte == 2 or len(rows) > 1) and len(rows) <= AMX_M and features >= 16
-    return fits and _is_compiled(rows) and (_amx_works() or (len(rows) <= TILE_M and _tiles_work()))
+def _fits_blocks(rows: torch.Tensor, weight: QuantTensor) -> bool:
+    """Whether blocks of a weight, decoded to bf16, are multiplied by a large x [M, K] by AMX."""
+    is_large = rows.dtype is torch.bfloat16 and len(rows) > AMX_M and weight.shape[0] >= 16
+    scale = weight.tensor_scale  # one number is part of the others
+    return is_large and _is_compiled(rows) and _amx_works() and (scale is None or scale.numel() == 1)
 
 
 @functools.cache
@@ -147,10 +160,10 @@ def product(rows: torch.Tensor, weight: QuantTensor | Matrix, bias: torch.Tensor
     """[N, M] of rows [M, K], in fp32 or float64 as they are, or by the GEMM of bf16 rounded to it; bias [N]."""
     is_compiled = _is_compiled(rows)
     if is_compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
-        return _plus(_by_codes(rows, _compiled(weight)), bias)
+        return _plus(_by_codes(rows, compiled(weight)), bias)
     if rows.is_cpu and not is_compiled:
         SPINNING.step()
-    decode = _compiled(weight) if is_compiled else _Torch(_whole(weight, rows.dtype), rows.dtype)
+    decode = compiled(weight) if is_compiled else _Torch(_whole(weight, rows.dtype), rows.dtype)
     features = len(weight.codes)
     if rows.dtype is torch.bfloat16:
         return _by_bf16(rows, features, bias, decode)
@@ -186,40 +199,53 @@ def _by_codes(rows: torch.Tensor, weight: _Compiled) -> torch.Tensor:
     return weight.scaled(y)
 
 
-def tile_rows(x: torch.Tensor) -> torch.Tensor:
+def tile_rows(x: torch.Tensor) -> Array:
     """x [..., K] in bf16 as tiles take it: int32 [M, K / 2], pairs of numbers."""
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    return (rows if rows.data_ptr() % 4 == 0 and rows.storage_offset() % 2 == 0 else rows.clone()).view(torch.int32)
+    pairs: Array = (rows if rows.data_ptr() % 4 == 0 and rows.storage_offset() % 2 == 0 else rows.clone()).view(torch.int32).numpy()
+    return pairs
 
 
-def by_tiles(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def by_tiles(x: torch.Tensor, rows: Array, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` of a bf16 x that fits tiles; `rows` are its rows."""
-    return torch.from_numpy(tile_sums(x, rows, weight, bias)).to(x.dtype).view(*x.shape[:-1], len(weight.codes))
+    return torch.from_numpy(tile_sums(x, rows, weight, bias)).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-def tile_sums(x: torch.Tensor, rows: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> Array:
+def tile_sums(x: torch.Tensor, rows: Array, weight: QuantTensor, bias: torch.Tensor | None) -> Array:
     """The same in fp32, [M, N]."""
-    from halfbyte.cpu.compiled import amx, tiles
-    from halfbyte.cpu.compiled import rows as by_row
-
     if weight.perm is not None:
         rows = tile_rows(x.reshape(-1, x.shape[-1]).index_select(1, weight.perm))
-    own, (count, pairs) = _compiled(weight), rows.shape
+    own, (count, pairs) = compiled(weight), rows.shape
     y = np.empty((1 << (count - 1).bit_length(), own.features), np.float32)
-    steps = y.size * pairs // 2  # a code takes a quarter of the time that it takes elsewhere
-    if count == 1 and own.nibbles:
-        loop = by_row.loop_for(max(1, by_row.STEP * own.groups // (2 * pairs)), 2 * pairs % by_row.STEP)
-    elif _amx_works():
-        loop, steps = amx.loop_for(-(-len(y) // 16), own.piece, amx.block_of(2 * pairs, own.piece)), own.features * pairs
-    else:
-        loop = tiles.loop_for(len(y), own.piece == 16)
-    over_rows(loop, -(-own.features // 16), steps, *own.tiles, rows.numpy(), y, 2 * pairs // own.piece)
+    loop, steps = own.loops.get(len(y)) or own.tile_loop(len(y))
+    over_rows(loop, -(-own.features // 16), steps, *own.tiles, rows, y, 2 * pairs // own.piece)
     y = y[:count]
     if own.tensor_scale is not None:
         own.scaled(torch.from_numpy(y).mT)
     if bias is not None:
         torch.from_numpy(y).add_(bias)
     return y
+
+
+def _by_blocks(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of a bf16 x that fits blocks."""
+    from halfbyte.cpu.compiled import amx_large
+    from halfbyte.cpu.compiled.tiles import aligned
+
+    own, rows = compiled(weight), x.reshape(-1, x.shape[-1])
+    assert own.tensor_scale is None
+    if weight.perm is not None:
+        rows = rows.index_select(1, weight.perm)
+    (count, width), features = rows.shape, own.features
+    addend = np.zeros(features, np.float32) if bias is None else np.ascontiguousarray(bias.detach().float().numpy())
+    y = np.empty((count, features), np.uint16)
+    for first in range(0, count, AMX_TOKENS):
+        some, part = tile_rows(rows[first : first + AMX_TOKENS]), y[first : first + AMX_TOKENS]
+        tiles = -(-len(part) // 32) * 2
+        columns = aligned(tiles * width * 8).reshape(tiles, width // 32, 16, 16)
+        over_rows(amx_large.arrange, tiles, columns.size, some, columns)
+        over_rows(amx_large.amx_large, -(-features // 16), part.size * width, *own.arrays(), columns, addend, part)
+    return torch.from_numpy(y).view(torch.bfloat16).view(*x.shape[:-1], features)
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -277,6 +303,24 @@ class _Compiled:
         self.piece = next((size for size in (128, 96, 64, 32, 16) if group % size == 0), 0)
         codes, _, *rest = self.arrays()
         self.tiles = codes, *(_bf16_tables(code) if self.nibbles else (None, None)), *rest
+        #: By M, as a power of two.
+        self.loops: dict[int, tuple[Any, int]] = {}
+
+    def tile_loop(self, count: int) -> tuple[Any, int]:
+        """The loop of tiles for an x of at most `count` rows, and its steps as `over_rows` counts them."""
+        from halfbyte.cpu.compiled import amx, rows, tiles
+
+        columns = self.tiles[0].shape[1] * (2 if self.nibbles else 1)
+        steps = count * self.features * columns // 4  # a code takes a quarter of the time that it takes elsewhere
+        if count == 1 and self.nibbles:
+            loop = rows.loop_for(max(1, rows.STEP * self.groups // columns), columns % rows.STEP)
+        elif _amx_works():
+            loop = amx.loop_for(-(-count // 16), self.piece, amx.block_of(columns, self.piece))
+            steps = self.features * columns // 2
+        else:
+            loop = tiles.loop_for(count, self.piece == 16)
+        self.loops[count] = loop, steps
+        return loop, steps
 
     def arrays(self, lo: int = 0, hi: int | None = None) -> list[Any]:
         """Arguments of a loop: the arrays of rows lo to hi."""
@@ -299,7 +343,7 @@ class _Compiled:
         return y if self.tensor_scale is None else y.mul_(self.tensor_scale.unsqueeze(-1))
 
 
-def _compiled(weight: QuantTensor | Matrix) -> _Compiled:
+def compiled(weight: QuantTensor | Matrix) -> _Compiled:
     """A weight for compiled loops. Made once for a layer, unless its scales are nested: decoded ones would stay in memory."""
     if isinstance(weight, Matrix) or weight.nested is not None:
         return _Compiled(_whole(weight, torch.float32))

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_profiler_runs = torch._C._autograd._profiler_enabled
+profiler_runs = torch._C._autograd._profiler_enabled
 
 
 def profiled(op: str, run: Callable[..., T], *args: Any) -> T:
     """run(*args), by the name of an op in a profile."""
-    if not _profiler_runs():
+    if not profiler_runs():
         return run(*args)
     with torch.profiler.record_function(f"halfbyte::{op}"):
         return run(*args)

@@ -145,6 +145,13 @@ def attention(
     return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read), layer), None
 
 
+def sees_all(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a layer attends to all tokens before its own, with options of an `Attended`."""
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    own = None if config is None else layer_window(config, number)
+    return own is None and options["sliding_window"] is None and layer_chunk(config, number) is None
+
+
 def _is_step(layer: Any, count: int) -> bool:
     """Whether the newest `count` tokens read themselves as they are stored: one alone over an empty cache is a prompt."""
     if layer.chunk is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -18,7 +18,8 @@ from halfbyte.cache_options import token_bytes
 from halfbyte.calibrated_keys import Calibration
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.hf.cache_layers import CacheSettings, Chunk, PackedLayer, StateLayer, cache_layer, layer_options, state_bytes
-from halfbyte.hf.handles import Drafts, announce, heads_of
+from halfbyte.hf.handles import Drafts
+from halfbyte.hf.latents import LatentLayer
 from halfbyte.hf.model_support import (
     BUCKET,
     DECODE_QUERIES,
@@ -34,7 +35,6 @@ from halfbyte.hf.model_support import (
 )
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
-from halfbyte.tensors import LatentHeads
 
 #: Held while a cache is marked as used.
 _USE = threading.Lock()
@@ -178,6 +178,17 @@ class PackedCache(Cache):  # type: ignore[misc]
                 f"past_key_values holds {kv.batch} sequences, and the input {batch}: pass the same ones, choose by "
                 f"batch_select_indices or batch_repeat_interleave of the cache, or make another cache"
             )
+
+    def step(self, layer_idx: int, run: Callable[[KVCache], Any]) -> Any:
+        """What `run` gives, which appends the next token of each sequence to a layer in place of `update`; None: it has not."""
+        begins = layer_idx == self._packed[0]
+        layer = self.layers[layer_idx]
+        if (begins and self._open) or not _takes_step(layer):
+            return None
+        result = run(layer.kv)
+        if result is not None:
+            layer.begins, self._open = False, (begins or self._open) and layer_idx != self._packed[-1]
+        return result
 
     def expect_drafts(self, prompt: int | None) -> None:
         """Expect drafts after `prompt` tokens, and `crop` after each forward, as `generate()` does; None: no drafts."""
@@ -363,34 +374,8 @@ def check_attention(model_or_config: Any) -> None:
         )
 
 
-class LatentLayer(PackedLayer):
-    """The latents of one layer, as values of its cache, and the rotary keys, as keys; both of one KV head."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Append latents [B, 1, L, R] and rotary keys [B, 1, L, rotary dims], as transformers passes them, and return them."""
-        if torch.compiler.is_compiling():
-            raise Unsupported(
-                "a packed cache of latents (MLA) in compiled code; generate() records its steps without torch.compile"
-            )
-        if key_states.shape[1] != 1 or value_states.shape[1] != 1:
-            raise Unsupported(
-                f"this model caches {key_states.shape[1]} heads where its configuration says latents (kv_lora_rank); use "
-                f"transformers' own cache (keys=None, values=None)"
-            )
-        super().update(value_states, key_states)
-        return announce(self, key_states), value_states
-
-    def learn(self, module: Any, like: torch.Tensor) -> None:
-        """Read the heads' matrices off a module, at the beginning of every text: its weights may have changed since the last.
-
-        They stay where they are, as recorded steps have their addresses. like: a tensor of their dtype and device.
-        """
-        if self.latent_heads is not None and not self.begins:
-            return
-        kv = cast(KVCache, self.kv)
-        heads = heads_of(module, kv.value_dim, kv.head_dim, like, self.rotate_values)
-        if self.latent_heads is None or [t.shape for t in self.latent_heads] != [t.shape for t in heads]:
-            self.latent_heads = LatentHeads(*heads)
-        else:
-            for old, new in zip(self.latent_heads, heads, strict=True):
-                old.copy_(new)
+def _takes_step(layer: Any) -> bool:
+    """Whether the next token of each sequence is stored as it is, and reads all before it as they are stored."""
+    is_plain = type(layer.kv) is KVCache and layer.sliding is None and layer.transform is None and not layer.rotate_values
+    waits = layer.drafts is None and layer.chunk is None and layer.latent_heads is None and layer.calls is None
+    return is_plain and waits and not layer.is_empty

@@ -28,15 +28,17 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 
+from halfbyte.cpu.step import State, state_of
 from halfbyte.errors import warn_once
+from halfbyte.hf.block_loops import BlockLoops
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.fused_forms import AddedForms, Form, quantized_layer, whole_rows
 from halfbyte.hf.fused_parts import Tables, fused_part
-from halfbyte.hf.model_support import CACHE, blocks, half_type, ranks_of, text_config
+from halfbyte.hf.model_support import CACHE, blocks, half_type, text_config
+from halfbyte.hf.ranks import all_agree, all_reduce_of, partial_layer
 from halfbyte.hf.routers import Routers
 from halfbyte.hf.structure import (
     Call,
@@ -52,9 +54,9 @@ from halfbyte.hf.structure import (
     viewed,
 )
 from halfbyte.nn import QuantLinear
-from halfbyte.ops.all_reduce import AllReduce, of_all
+from halfbyte.ops.all_reduce import AllReduce
 from halfbyte.ops.block import add_norm, norm_rows
-from halfbyte.ops.block_linear import Rows, add_projection
+from halfbyte.ops.block_linear import Rows, add_projection, runs_loops
 from halfbyte.ops.linear import linear
 from halfbyte.reference.block import Norm
 from halfbyte.settings import torch_code
@@ -80,7 +82,6 @@ class _View(NamedTuple):
 _views: WeakKeyDictionary[Any, tuple[tuple[Any, ...], _View]] = WeakKeyDictionary()
 #: Copy of a model with some of its blocks -> those.
 _some: WeakKeyDictionary[Any, list[nn.Module]] = WeakKeyDictionary()
-_sums: WeakKeyDictionary[Any, AllReduce] = WeakKeyDictionary()
 
 
 def fused_view(model: Any, addresses: tuple[Hashable, ...] | None = None) -> Any | None:
@@ -118,31 +119,6 @@ def _view(model: Any, addresses: tuple[Hashable, ...] | None, repeats: list[Call
         view = view if all_agree(model, view.model is not None) else _View(None, view.reasons)
         _views[model] = weights, view
     return view
-
-
-def _together(model: Any) -> bool:
-    """Whether the ranks that share each layer are those of the default process group: otherwise some may do something else."""
-    return dist.is_available() and dist.is_initialized() and 1 < ranks_of(model) == dist.get_world_size()
-
-
-def all_reduce_of(model: Any) -> AllReduce | None:
-    """How partial sums of a model's ranks are added up, kept with the model; None: as transformers does. All ranks call it."""
-    if not _together(model):
-        return None
-    if model not in _sums:
-        _sums[model] = AllReduce(model.config.get_text_config().hidden_size, model.dtype, model.device)
-    return _sums[model]
-
-
-def all_agree(model: Any, mine: bool) -> bool:
-    """Whether all ranks of a model say so, where `all_reduce_of` adds up their sums; else `mine`. All ranks call it."""
-    return all(of_all(mine, model.device)) if _together(model) else mine
-
-
-def partial_layer(layer: Any) -> QuantLinear | None:
-    """A row-parallel layer that gives a rank's partial sums; None for others, and with a bias, which is added behind the sum."""
-    is_partial = type(layer) is QuantLinear and layer.parallel_style == "rowwise" and layer.bias is None
-    return layer if is_partial else None
 
 
 def readings(model: Any, layers: Sequence[nn.Module], around: nn.Module) -> Iterator[Reading]:
@@ -315,6 +291,13 @@ class _Ahead:
     """What a block has normalized for the next one, along with its own result."""
 
     held: tuple[torch.Tensor, Rows] | None = None
+    #: The same of a block that ran as compiled loops.
+    state: State | None = None
+
+    def take_state(self, hidden: torch.Tensor, norm: Norm | None) -> State:
+        """hidden and norm(hidden) for compiled loops."""
+        entry, self.state = self.state, None
+        return entry if entry is not None and entry.hidden is hidden else state_of(hidden, whole_rows(self.take(hidden, norm)))
 
     def take(self, hidden: torch.Tensor, norm: Norm | None) -> Rows:
         """norm(hidden), which was computed with `hidden`, unless this is the first block."""
@@ -357,6 +340,8 @@ class FusedBlock(nn.Module):
         self.ahead, self.all_reduce = ahead, all_reduce
         ends = [*(branch.before for branch in structure.branches[1:]), following]
         self.branches = [(form, branch.after, end) for form, branch, end in zip(forms, structure.branches, ends, strict=True)]
+        loops = BlockLoops(self.branches, structure.multiplier) if all_reduce is None else None
+        self.loops = loops if loops is not None and loops.heads is not None else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["own"][0], name)
@@ -368,11 +353,26 @@ class FusedBlock(nn.Module):
             warn_once(f"blocks of {type(self.own[0]).__name__} are not fused, and slower, with {', '.join(new)}")
             return self.own[0](*args, **kwargs)
         hidden = block[structure.x_name]
+        if (state := self._by_loops(hidden, block)) is not None:
+            self.ahead.held, self.ahead.state = state[:2], state
+            return self._result(state.hidden)
         x = self.ahead.take(hidden, structure.branches[0].before)
         for form, after, before in self.branches:
             hidden, x = self._sum(*form(x, block), hidden, after, before)
         self.ahead.held = hidden, x
-        return hidden if structure.nones is None else (hidden, *(None,) * structure.nones)
+        return self._result(hidden)
+
+    def _by_loops(self, hidden: torch.Tensor, block: dict[str, Any]) -> State | None:
+        """Rows behind the block; None, and nothing has changed, where compiled loops do not run it."""
+        if self.loops is None or not runs_loops(hidden):
+            return None
+        state = self.ahead.take_state(hidden, self.structure.branches[0].before)
+        self.ahead.held = state[:2]
+        return self.loops(state, block)
+
+    def _result(self, hidden: torch.Tensor) -> Any:
+        nones = self.structure.nones
+        return hidden if nones is None else (hidden, *(None,) * nones)
 
     def _sum(
         self, x: torch.Tensor, last: nn.Module | None, hidden: torch.Tensor, after: Norm | None, before: Norm | None

@@ -171,7 +171,7 @@ class Heads:
         width = next(call.y.shape[-1] for call in part.inner if call.module is layers[0])
         self.gates = len(layers) == 3 and width == 2 * self.sizes[0]
         self.sources = {name: part.renames[name] for name in ("attention_mask", CACHE) if name in part.renames}
-        self.number = attended.module.layer_idx
+        self.number: Any = attended.module.layer_idx
         #: Norms of q and k that `append` applies before it rotates; then none are left to do.
         self.by_head = None if rotation is None else self._by_head()
 

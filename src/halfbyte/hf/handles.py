@@ -20,9 +20,6 @@ from transformers.masking_utils import causal_mask_function, chunked_overlay, sd
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.ops.compiling import active
-from halfbyte.ops.transform_heads import transform_heads
-from halfbyte.tensors import LatentHeads
 
 #: The key offset that a packed cache reports to mask functions. Real offsets are never negative.
 PACKED = -1
@@ -197,36 +194,6 @@ def newest_layer(module: Any) -> Any:
             f"for it (keys=None, values=None)"
         )
     return layer
-
-
-@torch.no_grad()
-def heads_of(module: Any, rank: int, rotary_dims: int, like: torch.Tensor, is_rotated: bool) -> LatentHeads:
-    """What a module multiplies latents of `rank` dims by, in the dtype of `like`: its `expand_kv` of unit latents.
-
-    is_rotated: the cache holds latents Hadamard-rotated, so the matrices are those of rotated ones. Raises `Unsupported` where keys
-    are not a product with the latent followed by the rotary key, except where nobody can look: within a CUDA graph, and of launches
-    that only compile.
-    """
-    units = like.new_zeros(1, 1, rank + rotary_dims + 1, rank + rotary_dims)
-    units[0, 0].fill_diagonal_(1)
-    keys, values = (t[0] for t in module.expand_kv(*units.split([rank, rotary_dims], -1)))
-    own = keys.shape[-1] - rotary_dims
-    rotary = keys.new_zeros(rotary_dims + 1, keys.shape[-1])
-    rotary[:, own:].fill_diagonal_(1)
-    if not active() and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-        is_product = not keys[:, :rank, own:].any() and not values[:, rank:].any()
-        if not is_product or not bool((keys[:, rank:] == rotary).all()):
-            raise Unsupported(
-                f"{type(module).__name__}.{EXPANDS} makes keys that are not a product with the latent, followed by the rotary key; "
-                f"use transformers' own cache for it (keys=None, values=None)"
-            )
-    matrices = keys[:, :rank, :own], values[:, :rank]
-    return LatentHeads(*(_rotated(t) if is_rotated else t.contiguous() for t in matrices))
-
-
-def _rotated(matrix: torch.Tensor) -> torch.Tensor:
-    """Matrices [H, R, D] for latents that are Hadamard-rotated."""
-    return transform_heads(matrix.mT[None])[0].mT.contiguous()
 
 
 # -------------------------------------------------------------------------------------------------------------------- drafts

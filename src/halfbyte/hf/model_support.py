@@ -84,11 +84,6 @@ SHARED = "dummy"
 _NEITHER = ("moe", "mlp", SHARED)
 
 
-def ranks_of(model: Any) -> int:
-    """Ranks that share each layer; 1 without tensor parallelism."""
-    return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
-
-
 def inner_model(model: Any) -> Any:
     """The transformers model whose `generate()` runs: the one inside, where `model` wraps it (PEFT, torch.compile)."""
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)

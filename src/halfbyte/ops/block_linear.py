@@ -13,6 +13,7 @@ import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.cpu import block as cpu
+from halfbyte.cpu.profiled import profiler_runs
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level
@@ -150,6 +151,12 @@ def _count(x: torch.Tensor) -> int:
 def _runs_on_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the ops run their `cpu` level, and may skip the dispatcher."""
     return can_bypass_on_cpu(x, *others) and level("linear", "auto", x.device) == "cpu"
+
+
+def runs_loops(hidden: torch.Tensor) -> bool:
+    """Whether a block's step may be compiled loops, for bf16 rows [B, 1, N]: on a CPU, and without a profiler, which names ops."""
+    is_step = hidden.dtype is torch.bfloat16 and hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_contiguous()
+    return is_step and not profiler_runs() and _runs_on_cpu(hidden)
 
 
 def _plan(call: LinearCall, *others: torch.Tensor | None, alternating: bool = False) -> GemmPlan | None:

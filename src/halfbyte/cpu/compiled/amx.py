@@ -51,7 +51,7 @@ def works() -> bool:
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
 
 
-def _shapes(columns: int) -> Array:
+def shapes_of(columns: int) -> Array:
     """What `ldtilecfg` loads: rows and bytes of a row of each matrix register, for so many columns of the weight."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1  # the only palette
@@ -239,8 +239,8 @@ def _matrix(
 
 
 @intrinsic
-def _configure(typing_context: Any, shapes: Any) -> Any:
-    """Give the matrix registers of this thread the shapes of `_shapes`."""
+def configure(typing_context: Any, shapes: Any) -> Any:
+    """Give the matrix registers of this thread the shapes of `shapes_of`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
         own = array_of(context, builder, signature.args[0], args[0])
@@ -251,7 +251,7 @@ def _configure(typing_context: Any, shapes: Any) -> Any:
 
 
 @intrinsic
-def _release(typing_context: Any) -> Any:
+def release(typing_context: Any) -> Any:
     """Give the matrix registers back: a switch of threads saves them otherwise."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
@@ -303,7 +303,7 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
 
     piece, block    columns whose sums a scale is applied to, and that are decoded at a time: as `block_of` says
     """
-    shapes = _shapes(min(piece, _STEP))
+    shapes = shapes_of(min(piece, _STEP))
     words = (2 * block // _STEP + MOST_TILES) * _WORDS
 
     @loop
@@ -334,7 +334,7 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
                 for part in range(pieces):
                     _sum_columns(columns[tile], part * (piece // 2), piece // 2, sums[part, tile])
         buffer, out = aligned(words), np.empty((tiles, 16, 16), np.float32)
-        _configure(shapes)
+        configure(shapes)
         for tile in range(first, last):
             row = min(16 * tile, features - 16)
             read_scales(scales, scale_table, row, own_scales)
@@ -361,7 +361,7 @@ def loop_for(tiles: int, piece: int, block: int) -> Any:
             for m in range(len(x)):
                 for lane in range(16):
                     y[m, row + lane] = out[m // 16, lane, m % 16]
-        _release()
+        release()
 
     return amx
 
