@@ -13,7 +13,7 @@ from halfbyte.kernels.block.greedy import launch as launch_greedy
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
 from halfbyte.kernels.block.route import launch as launch_route
 from halfbyte.kernels.compiling import Configuration, empty, recorded
-from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+from halfbyte.reference.block import GATES, KINDS, Norm
 from halfbyte.reference.gated_delta import DeltaCall, DeltaWeights
 from halfbyte.reference.greedy import Ends, Held
 from halfbyte.reference.route import RouteCall, Routing
@@ -49,7 +49,7 @@ def configurations() -> list[Configuration]:
     wide, norm = empty(8, 16384, dtype=torch.bfloat16), Norm(empty(16384, dtype=torch.bfloat16), 1e-6, "offset")
     found += recorded("widest", lambda: launch_add_norm(wide, wide, norm, 1.0, norm, wide, wide, False))
     found += [c for ranks in (2, 4, 8) for width in (8192, 16384) for c in _sums_over(ranks, width)]
-    found += [c for activation in ACTIVATIONS for paired in (False, True) for c in _gates(activation, paired)]
+    found += [c for activation in GATES for paired in (False, True) for c in _gates(activation, paired)]
     found += [c for name in _ROUTERS for paired in (False, True) for c in _routers(name, paired)]
     found += [c for name in _DELTAS for paired in (False, True) for c in _deltas(name, paired)]
     return found + [c for ending in ("", "ends", "refused") for c in _choices(ending)]

@@ -41,6 +41,7 @@ THINGS = {
     "append": GREEN,
     "norm": PURPLE,
     "activation": SKY,
+    "recurrence": VERMILION,
     "linear|product|projection|weights|nf4|fp4": ORANGE,
     "int4_channel|per-channel": PURPLE,
     "int4_g|int4.*groups|rotated": SKY,

@@ -53,6 +53,7 @@ from halfbyte_lab.studies import Study
 OP, NEW, NEW_ON_CPU = "generate", 129, 9
 #: What a launch is counted as: the first kind whose pattern its name holds.
 KINDS = {
+    "recurrence": "gated_delta",
     "attention": "decode|attention|flash|fmha|sdpa",
     "append": "append",
     "norm": "norm",
