@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from halfbyte.cache import KVCache
 from halfbyte.cpu import append as cpu
 from halfbyte.errors import CapacityError, InvalidArgument
 from halfbyte.formats import KV_FORMATS
-from halfbyte.kv_buffer import AppendCall
+from halfbyte.kv_buffer import AppendCall, Rope
 from halfbyte.ops.append import append_, append_slots
 
 pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
@@ -98,3 +99,21 @@ def test_moved_memory_is_seen() -> None:
     cache.keys.codes.data = cache.keys.codes.clone()
     cache.append(2 * x, x)
     assert cache.keys.codes[0, 0, :2].bool().all()
+
+
+def test_angles_are_those_of_the_call_whatever_other_threads_append() -> None:
+    """Another thread, at every line of it, has just turned keys by other angles."""
+    ropes = [Rope(torch.full((1, 1, 4), float(n)), torch.zeros(1, 1, 4), False) for n in range(2)]
+    other = ropes[1], cpu.angles(ropes[1])
+
+    def between(frame: Any, event: str, arg: object) -> Any:
+        cpu._newest = other
+        return between if frame.f_code is cpu.angles.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(between)
+    try:
+        cos = cpu.angles(ropes[0])[0]
+    finally:
+        sys.settrace(before)
+    assert not cos.any()

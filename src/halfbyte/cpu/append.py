@@ -82,8 +82,9 @@ def angles(rope: Rope | None) -> tuple[Array, Array, bool]:
     if (entry := _newest) is not None and entry[0] is rope:
         return entry[1]
     cos, sin = (t.detach().numpy().reshape(-1, *t.shape[-2:]) for t in rope[:2])
-    _newest = rope, (cos, sin, rope.interleaved)
-    return _newest[1]
+    arrays = cos, sin, rope.interleaved
+    _newest = rope, arrays
+    return arrays  # of this call: another thread may have set others meanwhile
 
 
 @functools.cache
