@@ -113,7 +113,7 @@ class Layer:
 def _first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was compiled in this process, and no linear layer waits to be."""
     monkeypatch.setattr("halfbyte.vllm.warm_up._compiled", set())
-    monkeypatch.setattr("halfbyte.vllm.warm_up._linears", [])
+    monkeypatch.setattr("halfbyte.vllm.warm_up._layers", [])
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_kernels_of_linear_layers_are_loaded_without_the_backend(monkeypatch: py
     method._dtype, method._most_rows = torch.bfloat16, 64
     with registry.activate():
         method._begin_to_compile(torch.nn.Module(), [quantize(torch.ones(64, 128), "int8_col")])
-    monkeypatch.setattr(warm_up, "_linears", [([5, 3], loaded.append)])
+    monkeypatch.setattr(warm_up, "_layers", [([5, 3], loaded.append)])
     monkeypatch.setattr(warm_up, "compiling_only", nullcontext)
     for _ in range(2):  # nothing is left for the second
         registry.warmup()

@@ -83,7 +83,9 @@ class _Product:
     """x W^T in fp32 [M, N], in memory of its own: `sums`, behind which there may be unused rows."""
 
     def __init__(self, weight: QuantTensor, bias: torch.Tensor | None, batch: int) -> None:
-        own, count = compiled(weight), 1 << (batch - 1).bit_length()
+        from halfbyte.cpu.compiled.block import finish
+
+        own, count, self.finish = compiled(weight), 1 << (batch - 1).bit_length(), finish
         self.memory = np.empty((count, own.features), np.float32)
         self.sums = self.memory[:batch]
         (self.loop, self.steps), self.units = own.tile_loop(count), -(-own.features // 16)
@@ -96,6 +98,13 @@ class _Product:
             self.loop(*self.tiles, pairs, self.memory, self.pieces, 0, self.units)
         else:
             over_rows(self.loop, self.units, self.steps, *self.tiles, pairs, self.memory, self.pieces)
+
+    def complete(self, pairs: Array) -> Array:
+        """`sums` with scales and bias, and then rounded to bf16, where there are any: what follows rounds."""
+        self(pairs)
+        if not self.is_plain:
+            self.finish(self.sums, self.scales, self.bias)
+        return self.sums
 
 
 def _of_rows(t: torch.Tensor | None, count: int) -> Array:
@@ -115,10 +124,10 @@ class _Projections:
     """q, k and v [B, H, 1, D] of `Heads`: bf16 numbers in fp32."""
 
     def __init__(self, heads: Heads, cache: Cache, batch: int) -> None:
-        from halfbyte.cpu.compiled.block import finish, norm_heads
+        from halfbyte.cpu.compiled.block import norm_heads
 
         keys, values = cache.keys, cache.values
-        self.products, self.finish, self.norm_heads = _products(heads.layers, batch), finish, norm_heads
+        self.products, self.norm_heads = _products(heads.layers, batch), norm_heads
         sums, widths = [product.sums for product in self.products], [side.heads * side.dim for side in (keys, values)]
         if len(sums) == 1:
             first = sums[0].shape[1] - sum(widths)
@@ -137,7 +146,7 @@ class _Projections:
     def __call__(self, pairs: Array) -> None:
         for product in self.products:
             product(pairs)
-            self.finish(product.sums, product.scales, product.bias)
+            product.finish(product.sums, product.scales, product.bias)
         for norm in self.norms:
             self.norm_heads(*norm)
 
@@ -226,21 +235,18 @@ class _GatedMlp:
     """`Gated`."""
 
     def __init__(self, form: Gated, batch: int) -> None:
-        from halfbyte.cpu.compiled.block import as_bits, finish
+        from halfbyte.cpu.compiled.block import as_bits
 
         self.products, self.activation = _products(form.layers, batch), form.activation
         if len({product.sums.shape for product in self.products}) != 1 or len(self.products) != 2:
             raise Unfit
-        self.finish, self.as_bits = finish, as_bits
+        self.as_bits = as_bits
         self.bits = [np.empty(product.sums.shape, np.uint16) for product in self.products]
         self.gate, self.up = (torch.from_numpy(bits).view(torch.bfloat16) for bits in self.bits)
 
-    def __call__(self, pairs: Array) -> Array:
+    def __call__(self, pairs: Array, *_: Any) -> Array:
         for product, bits in zip(self.products, self.bits, strict=True):
-            product(pairs)
-            if not product.is_plain:
-                self.finish(product.sums, product.scales, product.bias)
-            self.as_bits(product.sums, bits)
+            self.as_bits(product.complete(pairs), bits)
         return tile_rows(gated(self.gate, self.up, self.activation))
 
 
@@ -248,10 +254,10 @@ class _Sum:
     """The residual sum behind a branch, and its norm."""
 
     def __init__(self, branch: Branch, multiplier: float, batch: int) -> None:
-        from halfbyte.cpu.compiled.block import add_norm, finish
+        from halfbyte.cpu.compiled.block import add_norm
 
         (self.product,) = _products(branch.last, batch)
-        self.finish, self.add_norm = finish, add_norm
+        self.add_norm = add_norm
         before, shape = branch.before, self.product.sums.shape
         self.hidden = np.empty(shape, np.uint16)
         if before is not None and not block.is_row(before.weight, shape[1]):
@@ -263,11 +269,7 @@ class _Sum:
         self.state = State(hidden, out, self.hidden, self.out.view(np.int32))
 
     def __call__(self, pairs: Array, residual: Array) -> State:
-        product = self.product
-        product(pairs)
-        if not product.is_plain:
-            self.finish(product.sums, product.scales, product.bias)
-        self.add_norm(product.sums, residual, self.hidden, self.out, *self.rest)
+        self.add_norm(self.product.complete(pairs), residual, self.hidden, self.out, *self.rest)
         return self.state
 
 
@@ -276,13 +278,12 @@ class BlockStep:
 
     def __init__(self, branches: Sequence[Branch], multiplier: float, cache: Cache) -> None:
         batch = len(cache.lengths)
-        self.branches: list[tuple[Callable[..., Array | None], bool, _Sum]] = []
+        self.branches: list[tuple[Callable[[Array, Rope | None, Array], Array | None], _Sum]] = []
         if sum(isinstance(branch.form, Heads) for branch in branches) != 1:
             raise Unfit
         for branch in branches:
-            is_mlp = isinstance(branch.form, Gated)
             form = _GatedMlp(branch.form, batch) if isinstance(branch.form, Gated) else _Attention(branch.form, cache, batch)
-            self.branches.append((form, is_mlp, _Sum(branch, multiplier, batch)))
+            self.branches.append((form, _Sum(branch, multiplier, batch)))
         self.lengths = cache.lengths
 
     def __call__(self, state: State, rope: Rope | None, starts: torch.Tensor | None) -> State | None:
@@ -293,9 +294,8 @@ class BlockStep:
         if len(state.hidden) != len(self.lengths):
             return None
         own = _NO_STARTS if starts is None else starts.numpy()
-        for form, is_mlp, add in self.branches:
-            pairs = form(state.pairs) if is_mlp else form(state.pairs, rope, own)
-            if pairs is None:
+        for form, add in self.branches:
+            if (pairs := form(state.pairs, rope, own)) is None:
                 return None
             state = add(pairs, state.hidden_bits)
         self.lengths.add_(1)

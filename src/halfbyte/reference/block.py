@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-#: Functions of the gate in gated activations, and in gates of any rows, such as what attention gives.
+#: Functions of the gate in gated MLPs; and of any gate, such as that of attention's output in Qwen3.5.
 ACTIVATIONS = ("silu", "gelu_tanh")
 GATES = (*ACTIVATIONS, "sigmoid")
 #: How a family's RMSNorm rounds to 16 bits and applies its weight: see `Norm`.

@@ -26,7 +26,7 @@ _ITEMS = 400
 #: Layers that are compiled, by all that decides which kernels they take.
 _compiled: set[tuple[Any, ...]] = set()
 #: Layers whose kernels are not loaded yet: values of M that take every variant, and a call of the layer with one of them.
-_linears: list[tuple[list[int], Callable[[int], object]]] = []
+_layers: list[tuple[list[int], Callable[[int], object]]] = []
 
 
 class Limits(NamedTuple):
@@ -113,27 +113,27 @@ def warm_up(
         if impl.prompts is not None and wait:
             _unpack(impl, query, key, value, sides, table)
         if wait:
-            _call_linears()
+            _call_layers()
 
 
-class _LinearKernels:
+class _LayerKernels:
     """As vLLM's registry of JIT kernels calls it in its warm-up; without halfbyte's attention nothing else loads these kernels."""
 
     def get_warmup_keys(self) -> list[str]:
-        return ["all"] if _linears else []
+        return ["all"] if _layers else []
 
     def compile_many(self, keys: object) -> None:
         with compiling_only():
-            _call_linears()
+            _call_layers()
 
 
 #: For vLLM's registry.
-KERNELS = _LinearKernels()
+KERNELS = _LayerKernels()
 
 
-def _call_linears() -> None:
-    while _linears:
-        numbers, multiply = _linears.pop()
+def _call_layers() -> None:
+    while _layers:
+        numbers, multiply = _layers.pop()
         for rows in numbers:
             multiply(rows)
 
@@ -154,7 +154,7 @@ def compile_layer(
     with compiling_only(wait=False):
         for rows in numbers:
             multiply(rows)
-    _linears.append((numbers, multiply))
+    _layers.append((numbers, multiply))
 
 
 def _attention(
