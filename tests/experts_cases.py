@@ -14,6 +14,8 @@ import torch
 
 from accuracy import linear_accuracy
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops._experts_prompt import SortedPairs, sorting
+from halfbyte.ops.experts_mlp import MlpCall, Projection
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
@@ -39,6 +41,22 @@ def routed(tokens: int, top_k: int, experts: int, seed: int = 1) -> torch.Tensor
     """Different experts for each token, where there are enough."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
     return scores.argsort(1)[:, torch.arange(top_k) % experts]
+
+
+def sorted_pairs(ids: torch.Tensor, experts: int, block: int = 0) -> SortedPairs:
+    """The pairs, sorted."""
+    pairs, steps = sorting(ids, experts, block)
+    for step in steps:
+        step()
+    return pairs
+
+
+def both_in_one(up: ExpertsCall, down: ExpertsCall) -> MlpCall:
+    """`down` of what `up` gives, as one call."""
+    first, last = (Projection([*c.weight.parts().values()], c.weight.format.name, c.bias) for c in (up, down))
+    assert down.gates is not None
+    assert up.activation is not None
+    return MlpCall(up.x, first, last, up.ids, down.gates, up.activation, up.impl)
 
 
 def by_hand(a: Activation, y: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,12 @@ from halfbyte.ops._linear_on_gpu import LINEAR as LINEAR_OP
 from halfbyte.ops.append import APPEND as APPEND_OP
 from halfbyte.ops.append import append_slots
 from halfbyte.ops.decode_attention import DECODE
+from halfbyte.ops.experts_mlp import EXPERTS_MLP, Projection, experts_mlp
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.linear import projections_of_parts
 from halfbyte.ops.unpack_pages import UNPACK as UNPACK_OP
 from halfbyte.ops.unpack_pages import unpack_pages
+from halfbyte.reference.experts import Activation
 from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import KeyTransform, expected_parts
 from pretended_gpu import cuda_tensors
@@ -454,6 +456,35 @@ UNPACK = replace(
     aliased={"values for keys": lambda: dict.fromkeys(("keys", "values"), bf16(40, 2, 64))},
     results=lambda given: [],
     first="keys",
+)
+
+
+def projection(features: int, width: int, fmt: str = "int4_g64", biased: bool = False) -> Projection:
+    """Of 32 experts."""
+    parts = expected_parts(WEIGHT_FORMATS[fmt], (32, features, width))
+    return Projection([torch.zeros(*of, dtype=d) for of, d in parts.values()], fmt, bf16(32, features) if biased else None)
+
+
+def mixture(tokens: int, inner: int = 128, fmt: str = "int4_g64", biased: bool = False) -> Arguments:
+    up, down = projection(2 * inner, 128, fmt, biased), projection(128, inner, fmt, biased)
+    return {"x": bf16(tokens, 128), "up": up, "down": down, "ids": ints(tokens, 2), "gates": torch.rand(tokens, 2)}
+
+
+#: Its prompts; a step is two launches that are not stored.
+MIXTURE = replace(
+    UNPACK,
+    op=EXPERTS_MLP,
+    run=lambda **given: [experts_mlp(**given, activation=Activation("silu"))],
+    plain=lambda: mixture(4096),
+    options={
+        "few rows an expert": lambda: mixture(128, 256),
+        "few, and columns to clear": lambda: mixture(128),
+        "ids of 64 bits, and biases": lambda: mixture(4096, biased=True) | {"ids": ints(4096, 2).long()},
+        "all": dict,
+    },
+    aliased={},
+    results=lambda given: [(given["x"].shape, given["x"].dtype)],
+    first="x",
 )
 
 

@@ -17,6 +17,8 @@ from halfbyte.device import H200
 from halfbyte.ops import _fused, _library, _linear_on_gpu, launch_cache
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
+from halfbyte.ops import experts_linear as experts_op
+from halfbyte.ops import experts_mlp as mlp_op
 from halfbyte.ops import linear as linear_op
 from halfbyte.ops import unpack_pages as unpack_op
 from halfbyte.ops.compiling import active
@@ -119,7 +121,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for name, value in (("shared", gpu.shared), ("floats", lambda *_: gpu.floats), ("counters", lambda *_: gpu.counters)):
         monkeypatch.setattr(launch_cache, name, value)
     monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
-    for op in (attention_op, linear_op):
+    monkeypatch.setattr(experts_op, "gpu", lambda index: H200)
+    for op in (attention_op, linear_op, mlp_op):
         monkeypatch.setattr(op, "kernel_level", lambda op, impl, x, name="x": impl)
     for op in (append_op, unpack_op):
         monkeypatch.setattr(op, "level", lambda op, impl, device: "triton")

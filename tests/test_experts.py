@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from experts_cases import CALLS, OAI, Mixture, normal, routed, stack
+from experts_cases import CALLS, OAI, Mixture, both_in_one, normal, routed, stack
 from halfbyte.cpu.experts import experts_linear as cpu
 from halfbyte.device import H200
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
@@ -16,6 +16,7 @@ from halfbyte.experts import QuantExperts, mlp
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import _linear_on_gpu
 from halfbyte.ops import experts_linear as one
+from halfbyte.ops import experts_mlp as mlp_op
 from halfbyte.ops.experts_linear import EXPERTS, experts_of_parts
 from halfbyte.ops.experts_mlp import EXPERTS_MLP, MlpCall, Projection, experts_mlp
 from halfbyte.plans.gemm_plan import GemmPlan
@@ -171,11 +172,11 @@ def test_what_runs_the_prompts_of_an_h200(
         return ["codes" if isinstance(way, GemmPlan) else "values" for way in ways]
 
     monkeypatch.setattr(one._experts_prompt, "run", lambda _, way, out: seen.extend(["one", *kinds(way)]))
-    monkeypatch.setattr(one._experts_prompt, "run_both", lambda up, down, ways, out: seen.extend(["both", *kinds(*ways)]))
+    monkeypatch.setattr(one._experts_prompt, "both", lambda up, down, ways, out: seen.extend(["both", *kinds(*ways)]) or [])
     x, ids = (torch.empty(tokens, n, dtype=dtype, device="meta") for n, dtype in ((256, half), (8, torch.int64)))
     up = unstored(first.split()[0], 128, 512, 256, act_order="act" in first)
     down = unstored(last.split()[0], 128, 256, 256, act_order="act" in last)
-    one.run_both(ExpertsCall(x, up, ids, None, None, OAI), ExpertsCall(x, down, ids, ids.to(half)))
+    mlp_op.run(both_in_one(ExpertsCall(x, up, ids, None, None, OAI), ExpertsCall(x, down, ids, ids.to(half))))
     assert seen == ran
 
 
@@ -193,7 +194,8 @@ def test_the_second_projection_reads_ids_early(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(one, "gpu", lambda _: H200)
     x, gates, given = normal(3, 64).half(), torch.rand(3, 2), routed(3, 2, 4).T.contiguous().T
     up, down = stack("int4_g32", 4, 128, 64), stack("int4_g32", 4, 12, 64)
-    assert one.run_both(ExpertsCall(x, up, given, None, None, OAI), ExpertsCall(x, down, given, gates)).shape == (3, 12)
+    call = both_in_one(ExpertsCall(x, up, given, None, None, OAI), ExpertsCall(x, down, given, gates))
+    assert mlp_op.run(call).shape == (3, 12)
     assert early == [False, True]
     assert ids[0] is ids[1]
     assert ids[0].is_contiguous()

@@ -126,7 +126,7 @@ def _sorted() -> Iterator[Configuration]:
         full, few = _name("sorted-experts", name, tokens, up, half), isinstance(first.spec, PairsSpec)
         cases = [("", up, first), ("-last", down, last)]
         if few:
-            gather = partial(experts_wgmma.sorted_rows, up.x, empty(up.ids.numel()), first.spec)
+            _, gather = experts_wgmma.sorted_rows(up.x, empty(up.ids.numel()), first.spec)
             yield from recorded(full, gather, targets=(90,))
             epilogue = replace(first.spec.epilogue, order=last.spec)
             cases.append(("-onward", up, replace(first, spec=replace(first.spec, epilogue=epilogue))))
@@ -145,24 +145,26 @@ def _prompts() -> Iterator[Configuration]:
     for experts, top_k in ((128, 8), (32, 4)):
         pairs = 8192 * top_k
         given = (*(empty(n) for n in (pairs, pairs, experts + 1, pairs)),)
-        launch = partial(experts_sort.launch, empty(pairs, dtype=torch.int64), *given)
-        yield from recorded(f"experts-sort-{experts}", launch)
+        launches = partial(experts_sort.launches, empty(pairs, dtype=torch.int64), *given)
+        for launch in launches():
+            yield from recorded(f"experts-sort-{experts}", launch)
         for block in (32, 256):
-            listed = recorded(f"experts-sort-{experts}-{block}", partial(launch, empty(experts + pairs // block, 4), block))
-            yield from listed[-1:]  # the others are the same
-        few = partial(experts_sort.launch, empty(256, dtype=torch.int64), *(empty(n) for n in (256, 256, experts + 1, 256)))
-        yield from recorded(f"experts-sort-{experts}-few", partial(few, empty(experts + 16, 4), 16))
+            *_, last = launches(empty(experts + pairs // block, 4), block)  # the others are the same
+            yield from recorded(f"experts-sort-{experts}-{block}", last)
+        few = (empty(n) for n in (256, 256, experts + 1, 256))
+        (launch,) = experts_sort.launches(empty(256, dtype=torch.int64), *few, empty(experts + 16, 4), 16)
+        yield from recorded(f"experts-sort-{experts}-few", launch)
+    yield from recorded("experts-clear", experts_prompt.clear(empty(1024, 2944, dtype=torch.bfloat16), 2880))
     for name, (experts, top_k, features, width, activation, options) in _PROMPTS:
         call = _call(name, 8192, experts, top_k, features, width, activation, options)
         pairs, y = empty(8192 * top_k), empty(8192 * top_k, features, dtype=torch.bfloat16)
         full = _name("experts-prompt", name, 8192, call, options)
-        gather = partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16))
-        yield from recorded(full, gather)
-        yield from recorded(full, partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
+        yield from recorded(full, experts_prompt.gather(call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16)))
+        yield from recorded(full, experts_prompt.combine(call, y, pairs, 0, call.new_result()))
         if call.gates is None:
             by_expert = call._replace(ids=empty(8192 * top_k, 1))
             inner = empty(8192 * top_k, features // 2, dtype=torch.bfloat16)
-            yield from recorded(f"{full}-sorted", partial(experts_prompt.combine, by_expert, y, None, 0, inner))
+            yield from recorded(f"{full}-sorted", experts_prompt.combine(by_expert, y, None, 0, inner))
     for name, act_order in (*((name, False) for name in WEIGHT_FORMATS), ("int4_g128", True)):
         stack, values = (
             empty_weight(WEIGHT_FORMATS[name], (128, 1536, 2048), act_order),

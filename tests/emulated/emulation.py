@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from gpu_cases import Call, poisoned
 
+from experts_cases import both_in_one
 from halfbyte.device import GPU
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
@@ -120,14 +121,15 @@ def mix_both(up: ExpertsCall, down: ExpertsCall, order: Order, num_sms: int = 3,
         raise Refused(f"{first}; {last}")
     with _sorted_by_torch(), machine(order, backwards):
         out = down.new_result()
-        _experts_prompt.run_both(up, down, (first, last), out)
+        for step in _experts_prompt.both(*both_in_one(up, down).contiguous().projections(), (first, last), out):
+            step()
     return out
 
 
 def _sorted_by_torch() -> AbstractContextManager[Any]:
     """Pairs of prompts are sorted by plain Triton, which the interpreter runs (`tests/interpreted`); here by torch."""
 
-    def pairs(ids: torch.Tensor, experts: int, block: int) -> _experts_prompt.SortedPairs:
+    def pairs(ids: torch.Tensor, experts: int, block: int) -> tuple[_experts_prompt.SortedPairs, list[Any]]:
         flat = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
         found, order = flat.sort(stable=True)
         starts = torch.searchsorted(found, torch.arange(experts + 1)).int()
@@ -137,6 +139,6 @@ def _sorted_by_torch() -> AbstractContextManager[Any]:
         table[0] = len(owners)
         rows = torch.stack((torch.arange(experts), blocks.cumsum(0) - blocks, starts[:-1], starts[1:]), 1)
         table[1 : 1 + len(owners)] = rows[owners]
-        return _experts_prompt.SortedPairs(order.int(), order.argsort().int(), starts, found.int(), table)
+        return _experts_prompt.SortedPairs(order.int(), order.argsort().int(), starts, found.int(), table), []
 
-    return mock.patch.object(_experts_prompt, "sorted_pairs", pairs)
+    return mock.patch.object(_experts_prompt, "sorting", pairs)

@@ -15,9 +15,8 @@ from test_gpu_graphs import Captured
 
 import halfbyte as hb
 from accuracy import linear_accuracy
-from experts_cases import ACTIVATIONS, OAI, Mixture, routed
+from experts_cases import ACTIVATIONS, OAI, Mixture, routed, sorted_pairs
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.experts import experts_linear as reference

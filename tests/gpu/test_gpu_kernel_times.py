@@ -72,7 +72,8 @@ def test_tracing_kernel_times_costs_later_times_a_few_percent() -> None:
 def test_kernel_times_of_variants_are_told_launch_by_launch() -> None:
     job = qkv_cases.VariantsJob(qkv_layers.random_weights(qkv_layers.GPT2), "auto", ("nf4",))
     measured = Session(Options(quick=True, device="cuda", kernels=True), describe("cuda")).run([job])
-    assert [r.refused for r in measured] == [""] * 4
+    assert {r.implementation for r in measured} >= {"two-kernel", "16-bit weights"}
+    assert not any(r.refused for r in measured)
     for r in measured:
         assert len(r.kernels) == r.shape["launches"]
         assert sum(r.kernels.values()) == pytest.approx(r.kernel_seconds, rel=0.2)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from experts_cases import CALLS, IDS, OAI, Mixture, normal, routed, stack
+from experts_cases import CALLS, IDS, OAI, Mixture, both_in_one, normal, routed, sorted_pairs, stack
 from halfbyte.device import GPU, H200, sm_shared_memory
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.dequantize import launch_experts
-from halfbyte.ops import _experts_prompt
-from halfbyte.ops._experts_prompt import sorted_pairs
-from halfbyte.ops.experts_linear import _run_on_gpu, run_both
+from halfbyte.ops import _experts_prompt, experts_mlp
+from halfbyte.ops.experts_linear import _run_on_gpu
 from halfbyte.plans.gemm import tuned_gemm
 from halfbyte.plans.gemm_mma import BLOCK_BYTES
 from halfbyte.plans.gemm_plan import GemmPlan
@@ -137,9 +136,10 @@ def test_rows_that_stay_sorted_between_projections_change_no_bits(name: str, mon
         up = Mixture(normal(len(IDS), 128).bfloat16(), first, IDS, None, normal(4, 128), OAI)
         down = Mixture(by_blocks(up), last, IDS, gates, normal(4, 66))
         expected = by_blocks(down)
-        seen = watched(monkeypatch, _experts_prompt, "sorted_pairs", lambda ids, experts, _: experts)
+        seen = watched(monkeypatch, _experts_prompt, "sorting", lambda ids, experts, _: experts)
         out = down.new_result().fill_(torch.nan)
-        _experts_prompt.run_both(up, down._replace(x=up.x), (48, 32), out)
+        for step in _experts_prompt.both(*both_in_one(up, down).contiguous().projections(), (48, 32), out):
+            step()
         monkeypatch.undo()
         sorts += seen
         assert torch.equal(out, expected)
@@ -149,13 +149,13 @@ def test_rows_that_stay_sorted_between_projections_change_no_bits(name: str, mon
 def test_auto_keeps_the_rows_of_prompts_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("experts_linear", "_linear_on_gpu"):
         monkeypatch.setattr(f"halfbyte.ops.{module}.gpu", lambda _: GPU("", 132, (10, 0)))
-    ran = watched(monkeypatch, _experts_prompt, "run_both", lambda up, down, rows, out: rows)
+    ran = watched(monkeypatch, _experts_prompt, "both", lambda up, down, rows, out: rows)
     up, down, gates = stack("int4_g32", 1, 128, 64), stack("int4_g32", 1, 12, 64), torch.ones(96, 1)
     for tokens in (96, 95):
         x, ids = normal(tokens, 64).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int64)
         first, last = Mixture(x, up, ids, activation=OAI), Mixture(x, down, ids, gates[:tokens])
         impl = "auto" if tokens == 96 else "triton"
-        made = run_both(first._replace(impl=impl), last._replace(impl=impl))
+        made = experts_mlp.run(both_in_one(first._replace(impl=impl), last))
         inner = _run_triton(first)
         torch.testing.assert_close(made, _run_triton(last._replace(x=inner)), rtol=0.02, atol=0.02)
     assert ran == [(128, 12)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,37 +42,44 @@ class SortedPairs(NamedTuple):
     blocks: torch.Tensor | None
 
 
-def sorted_pairs(ids: torch.Tensor, experts: int, block: int = 0) -> SortedPairs:
-    """The pairs of `ids` [T, top_k], those of an expert in their order, and the list of blocks of so many, if any."""
+#: What is called, in order: launches (`kernels.common.launch.Launch`), or torch code around some.
+Steps = list[Any]
+
+
+def sorting(ids: torch.Tensor, experts: int, block: int = 0) -> tuple[SortedPairs, Steps]:
+    """The pairs of `ids` [T, top_k], those of an expert in their order, with the list of blocks of so many, if any; and the
+    launches that write them."""
     from halfbyte.kernels.linear import experts_sort
 
     flat = ids.reshape(-1)
     new = functools.partial(flat.new_empty, dtype=torch.int32)
     blocks = new(1 + len(flat) // block + min(len(flat), experts), 4) if block else None
     pairs = SortedPairs(new(len(flat)), new(len(flat)), new(experts + 1), new(len(flat)), blocks)
-    experts_sort.launch(flat, *pairs, block)
-    return pairs
+    return pairs, experts_sort.launches(flat, *pairs, block)
 
 
 def run(call: ExpertsCall, way: Way, out: torch.Tensor) -> None:
     """One projection."""
-    pairs = sorted_pairs(call.ids, call.weight.shape[0], block(way))
     call = _contiguous(call)
-    x, order = _rows(call, way, pairs)
-    _multiply_and_combine(call, way, x, order, pairs, pairs.place, out)
+    pairs, steps = sorting(call.ids, call.weight.shape[0], block(way))
+    x, order, gather = _rows(call, way, pairs)
+    for step in (*steps, *gather, *_multiply_and_combine(call, way, x, order, pairs, pairs.place, out)):
+        step()
 
 
-def run_both(up: ExpertsCall, down: ExpertsCall, ways: tuple[Way, Way], out: torch.Tensor) -> None:
-    """`down` of what `up` gives, whose rows stay sorted in between: ids are sorted once, and rows are moved at both ends only."""
-    pairs = sorted_pairs(up.ids, up.weight.shape[0], max(block(way) for way in ways))
-    up, down = _contiguous(up), _contiguous(down)
-    x, order = _rows(up, ways[0], pairs)
+def both(up: ExpertsCall, down: ExpertsCall, ways: tuple[Way, Way], out: torch.Tensor) -> Steps:
+    """`down` of what `up` gives, whose rows stay sorted in between: ids are sorted once, and rows are moved at both ends only.
+
+    Tensors are contiguous. Of tuned kernels alone each step is a `Launch`.
+    """
+    pairs, steps = sorting(up.ids, up.weight.shape[0], max(block(way) for way in ways))
+    x, order, gather = _rows(up, ways[0], pairs)
     if isinstance(ways[0], int):
         inner = x.new_empty(len(x), down.weight.shape[2])
-        _multiply_and_combine(up._replace(ids=pairs.experts.unsqueeze(1)), ways[0], x, order, pairs, None, inner)
+        first = _multiply_and_combine(up._replace(ids=pairs.experts.unsqueeze(1)), ways[0], x, order, pairs, None, inner)
     else:
-        inner = _product(up, _onto(ways[0], ways[1]), x, order, pairs)
-    _multiply_and_combine(down, ways[1], inner, None, pairs, pairs.place, out)
+        inner, first = _product(up, _onto(ways[0], ways[1]), x, order, pairs)
+    return [*steps, *gather, *first, *_multiply_and_combine(down, ways[1], inner, None, pairs, pairs.place, out)]
 
 
 def block(way: Way) -> int:
@@ -92,20 +100,21 @@ def _onto(way: GemmPlan | PortableTiles, last: Way) -> GemmPlan | PortableTiles:
     return replace(way, spec=replace(way.spec, epilogue=replace(way.spec.epilogue, order=order)))
 
 
-def _rows(call: ExpertsCall, way: Way, pairs: SortedPairs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [rows, K], and in which order the portable kernel reads it; for others x of each pair, sorted."""
+def _rows(call: ExpertsCall, way: Way, pairs: SortedPairs) -> tuple[torch.Tensor, torch.Tensor | None, Steps]:
+    """x [rows, K], and in which order the portable kernel reads it; for others x of each pair, sorted by these steps."""
     from halfbyte.kernels.linear.experts_prompt import gather
 
     x = call.x.reshape(-1, call.x.shape[-1])
     if isinstance(way, PortableTiles):
-        return x, pairs.order
+        return x, pairs.order, []
     if spec := permuting(way):
         from halfbyte.kernels.linear.experts_wgmma import sorted_rows
 
-        return sorted_rows(x, pairs.order, spec), None
-    out = x.new_empty(len(pairs.order), x.shape[1])
-    gather(call, pairs.order, out)
-    return out, None
+        out, launch = sorted_rows(x, pairs.order, spec)
+    else:
+        out = x.new_empty(len(pairs.order), x.shape[1])
+        launch = gather(call, pairs.order, out)
+    return out, None, [launch]
 
 
 def _multiply_and_combine(
@@ -116,40 +125,40 @@ def _multiply_and_combine(
     pairs: SortedPairs,
     place: torch.Tensor | None,
     out: torch.Tensor,
-) -> None:
+) -> Steps:
     """out, of x in an order; place: see `combine`."""
     from halfbyte.kernels.linear.experts_prompt import combine
 
     if isinstance(way, int):
-        for first, y in _dequantized_products(call, way, x, pairs):
-            combine(call, y, place, first, out)
-    else:
-        combine(call._replace(bias=None, activation=None), _product(call, way, x, order, pairs), place, 0, out)
+        return [partial(_combine_dequantized, call, way, x, pairs, place, out)]
+    y, steps = _product(call, way, x, order, pairs)
+    return [*steps, combine(call._replace(bias=None, activation=None), y, place, 0, out)]
 
 
 def _product(
     call: ExpertsCall, way: GemmPlan | PortableTiles, x: torch.Tensor, order: torch.Tensor | None, pairs: SortedPairs
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Steps]:
     """x times the weights of its experts, sorted, with bias and activation; rows of none are left."""
     from halfbyte.kernels.linear import kernel_of, portable
+    from halfbyte.kernels.linear.experts_prompt import clear
     from halfbyte.kernels.linear.ring import stack_of
 
     width = call.weight.shape[1] // (1 if call.activation is None else 2)
     y = x.new_empty(len(pairs.order), width)
-    if isinstance(way, GemmPlan) and permuting(way):
-        if onto := way.spec.epilogue.order:
-            y = x.new_empty(len(x), -(-width // onto.chunk) * onto.chunk)
-            y[:, -(-width // 64) * 64 :].zero_()
-        for launch in kernel_of(way).launches(x, stack_of(call.weight, call.bias, y), way, call.weight.shape[2], pairs.blocks):
-            launch()
-    elif isinstance(way, GemmPlan):
-        for launch in kernel_of(way).launches(x, stack_of(call.weight, call.bias, y), way, None, None, blocks=pairs.blocks):
-            launch()
-    else:
+    if isinstance(way, PortableTiles):
         partials, semaphores = portable_workspace(way, [call.weight.shape[1]], len(y), x.device)
         routing = pairs.blocks, order, call.activation
-        portable.launch([x], [call.weight], [call.bias], [y], way, partials, semaphores, *routing)
-    return y
+        arguments = [x], [call.weight], [call.bias], [y], way, partials, semaphores
+        return y, [partial(portable.launch, *arguments, *routing)]
+    if permuting(way) is None:
+        stack = stack_of(call.weight, call.bias, y)
+        return y, kernel_of(way).launches(x, stack, way, None, None, blocks=pairs.blocks)
+    steps: Steps = []
+    if onto := way.spec.epilogue.order:
+        y = x.new_empty(len(x), -(-width // onto.chunk) * onto.chunk)
+        if (written := -(-width // 64) * 64) < y.shape[1]:
+            steps.append(clear(y, written))
+    return y, [*steps, *kernel_of(way).launches(x, stack_of(call.weight, call.bias, y), way, call.weight.shape[2], pairs.blocks)]
 
 
 def _contiguous(call: ExpertsCall) -> ExpertsCall:
@@ -158,6 +167,16 @@ def _contiguous(call: ExpertsCall) -> ExpertsCall:
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
     x = x if x.stride(-1) == 1 else x.contiguous()
     return call._replace(x=x, weight=contiguous(w), ids=ids.contiguous(), gates=gates, bias=bias)
+
+
+def _combine_dequantized(
+    call: ExpertsCall, rows: int, x: torch.Tensor, pairs: SortedPairs, place: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out, over `rows` of each expert at a time."""
+    from halfbyte.kernels.linear.experts_prompt import combine
+
+    for first, y in _dequantized_products(call, rows, x, pairs):
+        combine(call, y, place, first, out)()
 
 
 def _dequantized_products(call: ExpertsCall, rows: int, x: torch.Tensor, pairs: SortedPairs) -> Iterator[tuple[int, torch.Tensor]]:

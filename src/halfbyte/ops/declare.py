@@ -158,9 +158,11 @@ class Op(Generic[CallT]):
         def replayed(*flat: Any) -> Any:
             signature = self._signature_of_flat(_Flat(flat))
             results = None if signature is None else replay(signature)
-            return run(self.call(*flat), signature) if results is None else list(results)
+            if results is None:
+                return run(self.call(*flat), signature)
+            return results[0] if one_result else list(results)
 
-        self._run = run
+        self._run, one_result = run, typing.get_type_hints(run)["return"] is torch.Tensor
         arguments = ", ".join(one.schema(f"a{i}") for i, one in enumerate(self.arguments))
         schema = f"{self.name}({arguments}) -> {_results_of(run)}"
         runs = replayed if replays else lambda *flat: run(self.call(*flat))
@@ -278,7 +280,7 @@ def _tensors_of(one: Argument) -> str:
     """Its tensors in a signature."""
     if one.kind is torch.Tensor:
         return f"{one.raw},"
-    if one.kind == Sequence[torch.Tensor | None]:
+    if one.kind in (Sequence[torch.Tensor | None], list[torch.Tensor]):
         return f"*{one.raw},"
     if one.kind == Sequence[QuantTensor]:
         return f"*[t for w in {one.raw} for t in (w.codes, w.scales, w.offsets, w.tensor_scale, w.nested, w.perm)],"

@@ -122,7 +122,8 @@ def check_call(call: ExpertsCall) -> None:
             raise InvalidArgument(f"ids holds {low if low < 0 else high}; the weight has experts 0 to {experts - 1}")
 
 
-def _run(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
+def run(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
+    """Of checked arguments. ids_early: see `Routing`."""
     if call.impl in _LEVELS:
         refuse_capture("experts_linear", call.x.device)
         return _LEVELS[call.impl](call)
@@ -130,27 +131,14 @@ def _run(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
 
 
 EXPERTS = Op("experts_linear", ExpertsCall)
-EXPERTS.register(_run, ExpertsCall.new_result)
-
-
-def run_both(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
-    """`down` over the result of `up` in place of its x; a prompt's pairs are sorted once for both."""
-    x, sizes = up.x, (*up.weight.shape, *down.weight.shape, *up.ids.shape)
-    if up.impl == "auto" and x.element_size() == 2 and min(sizes):
-        with torch.cuda.device_of(x):
-            if len(x) > MOST_TOKENS and (ways := _ways_of(up, down)):
-                out = down.new_result()
-                _experts_prompt.run_both(up, down, ways, out)
-                return out
-    ids = up.ids.contiguous()  # here and not between the launches, the second of which may read it before the first has ended
-    return _run(down._replace(x=_run(up._replace(ids=ids)), ids=ids), ids_early=True)
+EXPERTS.register(run, ExpertsCall.new_result)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- the GPU
 
 
 def _run_on_gpu(call: ExpertsCall, ids_early: bool = False) -> torch.Tensor:
-    """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call. ids_early: see `Routing`."""
+    """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call."""
     x, weight, ids, impl = call.x, call.weight, call.ids, call.impl
     if x.element_size() > 2:
         raise Unsupported(f"x is {x.dtype}; the {impl} kernel takes float16 and bfloat16; use impl='auto'")
@@ -213,11 +201,14 @@ def _plan_of(call: ExpertsCall, ids_early: bool = False) -> GemmPlan | str:
     return refusal("experts_linear", plan.spec, call.x.device, lambda: experts_error(call, problem, plan, run)) or plan
 
 
-def _ways_of(up: ExpertsCall, down: ExpertsCall) -> tuple[Way, Way] | None:
-    """How both projections multiply a prompt's sorted pairs, if both do, in blocks of one size."""
+def ways_of(up: ExpertsCall, down: ExpertsCall) -> tuple[Way, Way] | None:
+    """How both projections multiply a prompt's sorted pairs, if both do, in blocks of one size. x of `down` is not read."""
+    x, sizes = up.x, (*up.weight.shape, *down.weight.shape, *up.ids.shape)
+    if up.impl != "auto" or x.element_size() != 2 or not min(sizes) or len(x) <= MOST_TOKENS:
+        return None
     first, last = _way_of(up), _way_of(down)
-    sizes = {_experts_prompt.block(way) for way in (first, last)} - {0}
-    alike = len(sizes) < 2 and len({_experts_prompt.permuting(way) is None for way in (first, last)}) == 1
+    blocks = {_experts_prompt.block(way) for way in (first, last)} - {0}
+    alike = len(blocks) < 2 and len({_experts_prompt.permuting(way) is None for way in (first, last)}) == 1
     return (first, last) if first and last and alike else None
 
 

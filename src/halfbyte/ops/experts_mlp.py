@@ -5,16 +5,21 @@ experts_linear(experts_linear(x, up, ids, activation), down, ids, gates)
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
+from halfbyte.ops import _experts_prompt, launch_cache
 from halfbyte.ops import experts_linear as one
+from halfbyte.ops._experts_prompt import Way
 from halfbyte.ops._library import kernel_level
 from halfbyte.ops.declare import Op
+from halfbyte.ops.launch_cache import Signature
+from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, weight_of
 
@@ -61,8 +66,29 @@ class MlpCall(NamedTuple):
         up = ExpertsCall(self.x, self.up.weight(), self.ids, None, self.up.bias, self.activation, self.impl)
         return up, ExpertsCall(self.x, self.down.weight(), self.ids, self.gates, self.down.bias, None, self.impl)
 
+    def contiguous(self) -> MlpCall:
+        """With what kernels read without strides made contiguous."""
+        up, down = (Projection([t.contiguous() for t in p.parts], p.format, _contiguous(p.bias)) for p in (self.up, self.down))
+        x = self.x if self.x.stride(-1) == 1 else self.x.contiguous()
+        return self._replace(x=x, up=up, down=down, ids=self.ids.contiguous(), gates=self.gates.contiguous())
 
-def _run(call: MlpCall) -> torch.Tensor:
+    def new_results(self) -> list[torch.Tensor]:
+        return [self.projections()[1].new_result()]
+
+
+def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+class PromptPlan(NamedTuple):
+    """How both projections multiply sorted pairs. There is no workspace."""
+
+    ways: tuple[Way, Way]
+    floats: int = 0
+    counters: int = 0
+
+
+def _run(call: MlpCall, signature: Signature | None = None) -> torch.Tensor:
     up, down = call.projections()
     one.check_call(up)
     (experts, rows, _), (_, features, inner) = up.weight.shape, down.weight.shape
@@ -71,7 +97,24 @@ def _run(call: MlpCall) -> torch.Tensor:
     check_tensor("gates", down.gates, tuple(up.ids.shape), device=up.x.device)
     if down.bias is not None:
         check_tensor("the bias of down", down.bias, (experts, features), device=up.x.device)
-    return one.run_both(up, down)
+    return run(call, signature)
+
+
+def run(call: MlpCall, signature: Signature | None = None) -> torch.Tensor:
+    """Of checked arguments: a prompt's pairs are sorted once for both projections. signature: what to store the launches by."""
+    up, down = call.projections()
+    with torch.cuda.device_of(call.x):
+        if ways := one.ways_of(up, down):
+            plan, results = PromptPlan(ways), call.new_results()
+            signature = signature if all(isinstance(way, GemmPlan) for way in ways) else None
+            launch_cache.launch(EXPERTS_MLP, call.contiguous(), plan, _launches, results, signature=signature)
+            return results[0]
+    ids = up.ids.contiguous()  # here and not between the launches, the second of which may read it before the first has ended
+    return one.run(down._replace(x=one.run(up._replace(ids=ids)), ids=ids), ids_early=True)
+
+
+def _launches(call: MlpCall, plan: PromptPlan, results: Sequence[torch.Tensor], workspace: Sequence[torch.Tensor]) -> Sequence[Any]:
+    return _experts_prompt.both(*call.projections(), plan.ways, results[0])
 
 
 def _fake(call: MlpCall) -> torch.Tensor:
@@ -79,4 +122,4 @@ def _fake(call: MlpCall) -> torch.Tensor:
 
 
 EXPERTS_MLP = Op("experts_mlp", MlpCall)
-EXPERTS_MLP.register(_run, _fake)
+EXPERTS_MLP.register(_run, _fake, replays=True)

@@ -105,6 +105,14 @@ class HalfbyteMLAMetadata(MLACommonMetadata):  # type: ignore[misc]
     def __post_init__(self) -> None:
         """Leave out the check of sizes that vLLM's own kernels take."""
 
+    @functools.cached_property
+    def stored_prompts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Lengths, block table and bounds of prompts, once for all layers. They are copies, as kernels take aligned ones only."""
+        prefill = self.prefill
+        lengths, past = prefill.query_start_loc.diff(), prefill.chunked_context
+        lengths = lengths if past is None else lengths + past.context_lens
+        return lengths, prefill.block_table.clone(), prefill.query_start_loc.clone()
+
 
 class HalfbyteMLABuilder(MLACommonMetadataBuilder[HalfbyteMLAMetadata]):  # type: ignore[misc]
     """vLLM's: decodes, all with as many drafts, and prompts."""
@@ -185,10 +193,6 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
             log_blocks(layout, kv_cache.shape[0], self.dtype)
         return self._buffers
 
-    def _view(self, kv_cache: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> PagedView:
-        """Requests of these lengths. Index tensors are copied, since kernels are compiled for aligned ones."""
-        return PagedView(*self.buffers(kv_cache), lengths.clone(), table.clone(), self.formats.rotate_keys)
-
     def do_kv_cache_update(
         self,
         kv_c_normed: torch.Tensor,
@@ -235,12 +239,10 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
     ) -> None:
         """Prompts: queries [T, Hq, D] over this chunk's latents and its past, expanded by vLLM."""
         if self.options.prefill == "cache":
-            prefill = attn_metadata.prefill
-            lengths, past = prefill.query_start_loc.diff(), prefill.chunked_context
-            lengths = lengths if past is None else lengths + past.context_lens
+            lengths, table, bounds = attn_metadata.stored_prompts
             k_pe, kv_c_normed = torch.empty_like(k_pe), torch.empty_like(kv_c_normed)
-            cache = self._view(kv_c_and_k_pe_cache, lengths, prefill.block_table)
-            unpack_pages(cache, prefill.query_start_loc.clone(), k_pe, kv_c_normed.unsqueeze(1))
+            cache = PagedView(*self.buffers(kv_c_and_k_pe_cache), lengths, table, self.formats.rotate_keys)
+            unpack_pages(cache, bounds, k_pe, kv_c_normed.unsqueeze(1))
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **options)
 
     def _compute_prefill_context(self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, k_scale: Any) -> Any:
@@ -250,8 +252,10 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
         for chunk in past.chunks:
             latents, keys = past.workspace[: chunk.num_context_tokens].unsqueeze(1).split(self.dims[::-1], -1)
             bounds = chunk.cu_seq_lens.clone()
-            table = prefill.block_table[chunk.request_slice]
-            unpack_pages(self._view(kv_c_and_k_pe_cache, chunk.starts + bounds.diff(), table), bounds, keys, latents)
+            table = prefill.block_table[chunk.request_slice].clone()  # a copy, as above
+            lengths = chunk.starts + bounds.diff()
+            cache = PagedView(*self.buffers(kv_c_and_k_pe_cache), lengths, table, self.formats.rotate_keys)
+            unpack_pages(cache, bounds, keys, latents)
             heads = self.kv_b_proj(latents.squeeze(1))[0].unflatten(-1, (self.num_heads, -1))
             own, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], -1)
             k = self._concat_k_nope_k_pe(own, keys)

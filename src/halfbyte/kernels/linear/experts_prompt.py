@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
+from halfbyte.kernels.common.launch import Launch
 from halfbyte.kernels.linear.activated import activated
 from halfbyte.plans.compiled_for import CompiledFor
 from halfbyte.reference.experts import Activation, ExpertsCall
@@ -74,17 +75,31 @@ def _combine(y, stride, place, ids, gates, bias, out, rows, E, N, first, columns
     tl.store(at, rounded(total, out, C.interpreted), mask=(r < rows)[:, None] & (made < columns // HALVES)[None, :])
 
 
-def gather(call: ExpertsCall, order: torch.Tensor, out: torch.Tensor) -> None:
+@triton.jit(do_not_specialize=["rows"])
+def _clear(y, rows, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros in y [rows, width] from column `first` on."""
+    r, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+    here = (r < rows)[:, None] & (column < width)[None, :]
+    tl.store(y + r.to(tl.int64)[:, None] * width + column[None, :], tl.zeros([ROWS, COLUMNS], y.dtype.element_ty), mask=here)
+
+
+def gather(call: ExpertsCall, order: torch.Tensor, out: torch.Tensor) -> Launch:
     """out [S, K]: x, whose columns are neighbors, in `order` [S]."""
     x, pairs = call.x.reshape(-1, call.x.shape[-1]), call.ids.numel()
     columns = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
     rows = _GATHERED // columns
-    _gather[(triton.cdiv(pairs, rows), triton.cdiv(x.shape[1], columns))](
-        *(x, x.stride(0), order, out, pairs, x.shape[1]), PAIRS=pairs // x.shape[0], ROWS=rows, COLUMNS=columns, num_warps=4
-    )
+    arguments = (x, x.stride(0), order, out, pairs, x.shape[1], pairs // x.shape[0], rows, columns)
+    return Launch(_gather, (triton.cdiv(pairs, rows), triton.cdiv(x.shape[1], columns)), arguments, {"num_warps": 4})
 
 
-def combine(call: ExpertsCall, y: torch.Tensor, place: torch.Tensor | None, first: int, out: torch.Tensor) -> None:
+def clear(y: torch.Tensor, first: int) -> Launch:
+    """Columns from `first` on of y [S, columns], which is contiguous, become zeros."""
+    columns = triton.next_power_of_2(y.shape[1] - first)
+    rows = _GATHERED // columns
+    return Launch(_clear, (triton.cdiv(len(y), rows),), (y, len(y), first, y.shape[1], rows, columns), {"num_warps": 4})
+
+
+def combine(call: ExpertsCall, y: torch.Tensor, place: torch.Tensor | None, first: int, out: torch.Tensor) -> Launch:
     """y [S, columns]: columns first ... of the product, sorted; their part of out. ids, gates, bias and out are contiguous.
 
     place: where the pairs of ids went; None: ids are sorted, too.
@@ -92,8 +107,5 @@ def combine(call: ExpertsCall, y: torch.Tensor, place: torch.Tensor | None, firs
     _, stack, ids, gates, bias, activation = call[:6]
     rows, experts, features = out.numel() // out.shape[-1], stack.shape[0], out.shape[-1] * (1 if activation is None else 2)
     spec = CombineSpec(_WIDTH, ids.numel() // rows, activation, INTERPRETED)
-    _combine[(triton.cdiv(rows, _ROWS), triton.cdiv(y.shape[1], _WIDTH))](
-        *(y, y.stride(0), place, ids, gates, bias, out, rows, experts, features, first, y.shape[1]),
-        *(_ROWS, spec),
-        num_warps=4,
-    )
+    arguments = (y, y.stride(0), place, ids, gates, bias, out, rows, experts, features, first, y.shape[1], _ROWS, spec)
+    return Launch(_combine, (triton.cdiv(rows, _ROWS), triton.cdiv(y.shape[1], _WIDTH)), arguments, {"num_warps": 4})

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.kernels.common.launch import Launch
+
 #: Pairs of a block, and with how many each is compared at a time; blocks and experts that a program of the second launch adds up.
 BLOCK, _AT_A_TIME, _ROWS, _COLUMNS = 256, 32, 256, 32
 
@@ -99,7 +101,7 @@ def bins(experts: int) -> int:
     return max(_COLUMNS, triton.next_power_of_2(experts + 2))
 
 
-def launch(
+def launches(
     ids: torch.Tensor,
     order: torch.Tensor,
     places: torch.Tensor,
@@ -107,17 +109,19 @@ def launch(
     experts: torch.Tensor,
     table: torch.Tensor | None = None,
     block: int = 0,
-) -> None:
+) -> list[Launch]:
     """ids [S], integers; the others int32: order, places and experts [S], starts [E + 1].
 
     table [at least 1 + the blocks of `block` pairs of an expert, 4]: the list of these.
     """
     pairs, count = len(ids), len(starts) - 1
     blocks, columns = -(-pairs // BLOCK), bins(count)
-    counts = totals = None
+    counts, totals, some = None, None, list[Launch]()
     if blocks > 1:
         counts, totals = order.new_empty(blocks, columns), order.new_empty(columns)
-        _count[(blocks,)](ids, counts, pairs, count, BLOCK, columns, num_warps=4)
-        _add[(columns // _COLUMNS,)](counts, totals, blocks, columns, _ROWS, _COLUMNS, num_warps=8)
-    arguments = (ids, counts, totals, order, places, starts, experts, table, pairs, count)
-    _place[(blocks,)](*arguments, BLOCK, columns, _AT_A_TIME, block, num_warps=4)
+        some = [
+            Launch(_count, (blocks,), (ids, counts, pairs, count, BLOCK, columns), {"num_warps": 4}),
+            Launch(_add, (columns // _COLUMNS,), (counts, totals, blocks, columns, _ROWS, _COLUMNS), {"num_warps": 8}),
+        ]
+    arguments = (ids, counts, totals, order, places, starts, experts, table, pairs, count, BLOCK, columns, _AT_A_TIME, block)
+    return [*some, Launch(_place, (blocks,), arguments, {"num_warps": 4})]

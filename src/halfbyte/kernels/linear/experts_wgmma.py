@@ -196,13 +196,12 @@ def gather(X, Order, Y, S, K, x_stride, pairs: gl.constexpr, C: gl.constexpr, RO
 # ------------------------------------------------------------------------------------------------------------- host code
 
 
-def sorted_rows(x: torch.Tensor, order: torch.Tensor, spec: WgmmaSpec) -> torch.Tensor:
-    """x [M, K], whose columns are neighbors, as `launches` takes it, in `order` [S]."""
+def sorted_rows(x: torch.Tensor, order: torch.Tensor, spec: WgmmaSpec) -> tuple[torch.Tensor, Launch]:
+    """x [M, K], whose columns are neighbors, as `launches` takes it, in `order` [S]; and the launch that writes it."""
     rows, width = len(order), -(-x.shape[1] // spec.chunk) * spec.chunk
     y = x.new_empty(rows + spec.block_m, width)
-    arguments = (x, order, y, rows, x.shape[1], x.stride(0), rows // len(x))
-    gather[(-(-rows // _ROWS), -(-width // _COLUMNS))](*arguments, C=spec, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
-    return y
+    arguments = (x, order, y, rows, x.shape[1], x.stride(0), rows // len(x), spec, _ROWS, _COLUMNS)
+    return y, Launch(gather, (-(-rows // _ROWS), -(-width // _COLUMNS)), arguments, {"num_warps": 4})
 
 
 def launches(x: torch.Tensor, weights: Weights, plan: GemmPlan, width: int, blocks: torch.Tensor) -> list[Launch]:
