@@ -36,7 +36,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "in vllm": users.in_vllm,
         "gpus": summary.gpus,
     },
-    "docs/guides/vllm.md": {"in vllm": users.in_vllm, "hits in vllm": users.hits_in_vllm},
+    "docs/guides/vllm.md": {
+        "in vllm": users.in_vllm,
+        "hits in vllm": users.hits_in_vllm,
+        "others in vllm": users.others_in_vllm,
+    },
     "docs/index.md": {"row": partial(pictures.tag, "row", "assets"), "choice": summary.choice},
     "docs/guides/choosing-formats.md": {"choice": summary.choice},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},

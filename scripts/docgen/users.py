@@ -8,7 +8,11 @@ from typing import Any
 from docgen.sources import tables
 
 _SIZES = "Llama 3 8B's sizes with random weights"
-
+#: Other models in vLLM, by their sizes in `halfbyte_lab.serving`: the name, and the mode with halfbyte.
+_OTHERS = {
+    "qwen3-30b-a3b": ("Qwen3-30B-A3B", "int4_g128/int8+int4_g32"),
+    "deepseek-v2-lite": ("DeepSeek-V2-Lite (MLA)", "int4_g64/int8+int8"),
+}
 
 #: Modes of `halfbyte_lab.serving`: vLLM alone, with halfbyte's cache, with its weights, the output layer's in INT8, too, and with
 #: those that round x of prompts to INT8.
@@ -50,6 +54,27 @@ def in_vllm() -> str:
     return f"{told}\n\n{tables.markdown(heads, lines)}"
 
 
+def others_in_vllm() -> str:
+    """A line for each batch of mixtures and of latents: steps and prompts, stock and with halfbyte."""
+    lines, told = [], []
+    for sizes, (name, packed) in _OTHERS.items():
+        rows, modes = _in_vllm(sizes), (_MODES[0], packed)
+        for shape in _shapes(rows, "decode", modes):
+            steps = (_figure(rows, "decode", mode, shape, "step_ms", 2) for mode in modes)
+            prompts = (_figure(rows, "decode", mode, shape, "prefill_tok_s") for mode in modes)
+            lines.append((name, _batch(shape), *steps, *prompts))
+        stock, ours = (rows["engine", mode, ""] for mode in modes)
+        told.append(
+            f"{name}: {packed.partition('/')[0]} weights and {' / '.join(packed.partition('/')[2].split('+'))} cache; "
+            f"{stock['kv_tokens']:,} tokens fit in 16 bits, {ours['kv_tokens']:,} packed; started in {stock['start_s']:.0f} and "
+            f"{ours['start_s']:.0f} s"
+        )
+    env = ours["environment"]
+    where = f"{env['device']}, vLLM {env['versions']['vllm']}, random weights, {_day(ours)}, stock on another GPU of that host."
+    heads = ("model", "requests x context", "step, 16 bits, ms", "packed", "prompts, 16 bits, tokens/s", "packed")
+    return f"{where} {'. '.join(told)}.\n\n{tables.markdown(heads, lines)}"
+
+
 def hits_in_vllm() -> str:
     """A line for each number of new tokens behind a cached prefix: the first token, and new tokens a second."""
     rows, modes = _in_vllm(), (_MODES[0], *_MODES[2:])
@@ -77,9 +102,10 @@ def hits_in_vllm() -> str:
     return f"{tables.markdown(heads, lines)}\n\n{told}"
 
 
-def _in_vllm() -> _Rows:
+def _in_vllm(sizes: str = "llama-3-8b") -> _Rows:
     """Records of the engine by what was measured, mode and shape."""
-    return {(r["what"], r["mode"], r.get("shape", "")): r for r in tables.json_lines("vllm.jsonl")}
+    rows = (r for r in tables.json_lines("vllm.jsonl") if r.get("sizes", "llama-3-8b") == sizes)
+    return {(r["what"], r["mode"], r.get("shape", "")): r for r in rows}
 
 
 def _day(row: dict[str, Any]) -> str:
