@@ -119,7 +119,10 @@ def steps() -> str:
             faster = (
                 f", {sides[step.TRANSFORMERS] / sides[side]:.1f}x" if side == step.FASTEST and step.TRANSFORMERS in sides else ""
             )
-            parts += [box(LEFT, y + 3, long, 13, color, strength), text(LEFT + long + 7, y + 14, f"{sides[side]:.2f} ms{faster}", size=12)]
+            parts += [
+                box(LEFT, y + 3, long, 13, color, strength),
+                text(LEFT + long + 7, y + 14, f"{sides[side]:.2f} ms{faster}", size=12),
+            ]
             y += 18
         y += 16
     x = 16.0
@@ -127,7 +130,10 @@ def steps() -> str:
         parts += [box(x, y, 12, 12, color, strength), text(x + 18, y + 11, label, "quiet", 12)]
         x += 48 + 6.4 * len(label)
     return picture(
-        TITLES["step"], "Milliseconds a step, batch x context; halfbyte: 4-bit weights, INT8/INT4 cache. Shorter is better.", y + 30, parts
+        TITLES["step"],
+        "Milliseconds a step, batch x context; halfbyte: 4-bit weights, INT8/INT4 cache. Shorter is better.",
+        y + 30,
+        parts,
     )
 
 

@@ -48,8 +48,8 @@ def in_vllm(prompts: bool = True) -> str:
     if prompts:
         told += [
             f"Tokens a second of prompts:\n\n{lines('prefill_tok_s')}",
-            f"With INT4 weights and a 16-bit output layer a step of {_listed(shapes)} took {plain} ms, by the earlier form too. With "
-            f"an empty kernel cache the engine started in {packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s.",
+            f"With INT4 weights and a 16-bit output layer a step of {_listed(shapes)} took {plain} ms, by the earlier form too. "
+            f"With an empty kernel cache the engine started in {packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s.",
         ]
     return "\n\n".join(told)
 

@@ -183,8 +183,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     if not any(len(points) > 1 for points in lines.values()):
         return []
     title = "Tokens a second with the largest batch that fits, 8 GPUs"
-    derived = any(r.method.startswith(DERIVED) for r in measured)
-    y_label = "tokens/s" + ", derived from steps of one rank" * derived
+    y_label = "tokens/s" + ", derived from steps of one rank" * any(r.method.startswith(DERIVED) for r in measured)
     return [charts.curves(lines, x_label="context, K tokens", y_label=y_label, title=title)]
 
 
