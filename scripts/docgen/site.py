@@ -10,12 +10,12 @@ from typing import Any
 LONGEST = 30
 #: A chart or diagram that is no link yet.
 CHART = re.compile(r'(<a [^>]*>)?(<img [^>]*src="([^"]+\.svg)"[^>]*>)')
-#: A number such as 1.4e-05 outside of tags.
-EXPONENT = re.compile(r"\b\d[\d.]*e-\d+(?=[^<>]*<)")
+#: A number such as 1.4e-05, and a date, outside of tags.
+EXPONENT = re.compile(r"\b(?:\d[\d.]*e-\d+|\d{4}-\d\d-\d\d\b)(?=[^<>]*<)")
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """The page's content with a class on short cells and on numbers with an exponent in paragraphs, and charts that open alone."""
+    """The page's content with a class on short cells, numbers with an exponent and dates, and charts that open alone."""
     html = CHART.sub(lambda found: found[0] if found[1] else f'<a href="{found[3]}">{found[2]}</a>', html)
     html = re.sub(r"<td>((?:(?!</td>).)*)</td>", _marked, html)
     return re.sub(r"<p>.*?</p>", lambda found: EXPONENT.sub(r'<span class="short">\g<0></span>', found[0]), html, flags=re.DOTALL)
