@@ -33,7 +33,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "fits": partial(pictures.tag, "fits", "docs/assets"),
         "choice": summary.choice,
         "whole models": summary.whole_models,
-        "in vllm": users.in_vllm,
+        "in vllm": partial(users.in_vllm, prompts=False),
         "gpus": summary.gpus,
     },
     "docs/guides/vllm.md": {

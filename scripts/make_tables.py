@@ -337,7 +337,14 @@ def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
 def _notes(measured: Sequence[Record], said: str, columns: tuple[str, ...]) -> list[str]:
     """What records note of their cases, unless that is said already or in a column, and how many bars were met."""
     noted = [r for r in measured if r.note and r.note[1:] not in said and not r.note.startswith(columns)]
-    notes = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}." for r in noted)
+    cases: dict[str, list[str]] = {}
+    for r in noted:
+        note = r.note.partition(";")[0]
+        carriers = {other.implementation for other in noted if other.case == r.case and other.note.partition(";")[0] == note}
+        of = f"{r.case}, {r.implementation}" if len(carriers) == 1 else r.case
+        of_note = cases.setdefault(note, [])
+        of_note += [of] * (of not in of_note)
+    notes = [f"{'; '.join(names)}: {note}." for note, names in cases.items()]
     return [*notes, *([f"{tables.count_text(measured)}."] if any(r.bars for r in measured) else [])]
 
 

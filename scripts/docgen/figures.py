@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
+from docgen import pictures, users
 from docgen.first_hour import latest
-from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, tables
+from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, calibrated_table, cpu, linear, step, tables
 from docgen.summary import alone, find, speedup
+from halfbyte.device import DATASHEETS
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 from halfbyte.settings import HALVES
 
@@ -88,16 +90,39 @@ def _parameters() -> str:
     return f"{sum(prod(t['shape']) for name, t in header.items() if name != '__metadata__') / 1e6:.1f}"
 
 
+# -------------------------------------------------------------------------------------------------------- whole models
+
+
+def _floor(gpu: str) -> str:
+    """The least time in which a GPU reads what a step of Llama 3 8B with one sequence moves."""
+    nbytes = next(r.nbytes for r in tables.study_records("step") if (r.case, r.implementation) == ("8b-1", step.FASTEST))
+    return f"{1e3 * nbytes / (DATASHEETS[gpu].bytes_per_second or 1.0):.1f} ms"
+
+
+def _fitting(kept: int) -> str:
+    """Sequences of Llama 3 8B that 24 GB hold, as the README's picture draws them."""
+    return str(pictures.fitting()[24][kept][-1])
+
+
+def _less_by_calibration() -> str:
+    """How much less calibrated weights diverge, in %, from the least to the most."""
+    return _span((float(row[-1]) for row in calibrated_table(tables.study_records("evidence"))[1]), 0, " %")
+
+
 def _demo_time() -> str:
     """What `halfbyte demo` takes where other processes keep two cores busy."""
     return f"{latest()['halfbyte demo']['seconds']:.0f} s"
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "calibrated": _less_by_calibration,
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_gqa": _gqa_slowdown,
     "cpu_linear": lambda: _cpu_slowdown("linear"),
     "demo_time": _demo_time,
+    "fits_16_bits": lambda: _fitting(0),
+    "fits_default": lambda: _fitting(2),
+    "floor_4090": lambda: _floor("rtx-4090"),
     "families": lambda: str(tables.served_families()),
     "host_us": _host_time,
     "kv_formats": lambda: str(len(KV_FORMATS)),
@@ -110,5 +135,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "rows_128": lambda: _many_rows(128),
     "split_k_mean": lambda: f"{100 * (MEAN_GAIN - 1):.0f} %",
     "split_k_peak": lambda: f"{100 * (PEAK_GAIN - 1):.0f} %",
+    "vllm_16_bits": lambda: f"{users.stock_step('8x8192')[1]:.2f} ms",
     "weight_formats": lambda: str(len(WEIGHT_FORMATS)),
 }

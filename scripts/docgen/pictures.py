@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 
+from docgen import users
 from docgen.sources import DARK, KEYS, LIGHT, VALUES, WEIGHTS, Record, by_machine, css, memory, step, tables
 
 #: Pixels: the width of a picture, the first of a bar, and a row.
@@ -79,10 +80,14 @@ def row() -> str:
 
 # ------------------------------------------------------------------------------------------------------------ whole models
 
+#: The case that vLLM ran in 16 bits too, and what its records call the batch and context.
+IN_16_BITS, STOCK = "vLLM 0.33, 16 bits", ("8b-8", "8x8192")
+#: Ways, what they are called, color and its strength.
 SIDES = (
-    (step.TRANSFORMERS, "16 bits, transformers", "s6"),
-    (step.ENGINE, "vLLM 0.33, INT4 weights, fp8 cache", "s2"),
-    (step.FASTEST, "halfbyte", "s1"),
+    (step.TRANSFORMERS, "16 bits, transformers", "s6", 1.0),
+    (IN_16_BITS, "16 bits, vLLM 0.33", "s2", 0.45),
+    (step.ENGINE, "INT4, fp8 cache, vLLM 0.33", "s2", 1.0),
+    (step.FASTEST, "halfbyte", "s1", 1.0),
 )
 
 
@@ -93,6 +98,8 @@ def compared() -> list[tuple[str, str, dict[str, float]]]:
     for measured in by_machine(tables.study_records("step")).values():
         for case in dict.fromkeys(r.case for r in measured):
             times = {r.implementation: 1e3 * r.seconds for r in measured if r.case == case and r.seconds}
+            if case == STOCK[0] and users.stock_step(STOCK[1])[0] == measured[0].environment.device:
+                times[IN_16_BITS] = users.stock_step(STOCK[1])[1]
             sides = {name: times[name] for name, *_ in SIDES if name in times}
             if len(sides) > 1 and step.FASTEST in sides:
                 first: Record = next(r for r in measured if r.case == case)
@@ -107,20 +114,26 @@ def steps() -> str:
     longest = max(max(sides.values()) for *_, sides in cases)
     for name, gpu, sides in cases:
         parts += [text(16, y + 15, name), text(16, y + 31, gpu, "quiet", 12)]
-        for side, _, color in (side for side in SIDES if side[0] in sides):
+        for side, _, color, strength in (side for side in SIDES if side[0] in sides):
             long = 430 * sides[side] / longest
             faster = (
                 f", {sides[step.TRANSFORMERS] / sides[side]:.1f}x" if side == step.FASTEST and step.TRANSFORMERS in sides else ""
             )
-            parts += [box(LEFT, y + 3, long, 13, color), text(LEFT + long + 7, y + 14, f"{sides[side]:.2f} ms{faster}", size=12)]
+            parts += [
+                box(LEFT, y + 3, long, 13, color, strength),
+                text(LEFT + long + 7, y + 14, f"{sides[side]:.2f} ms{faster}", size=12),
+            ]
             y += 18
         y += 16
     x = 16.0
-    for _, label, color in SIDES:
-        parts += [box(x, y, 12, 12, color), text(x + 18, y + 11, label, "quiet", 12)]
-        x += 190 if color == "s6" else 260
+    for _, label, color, strength in SIDES:
+        parts += [box(x, y, 12, 12, color, strength), text(x + 18, y + 11, label, "quiet", 12)]
+        x += 48 + 6.4 * len(label)
     return picture(
-        TITLES["step"], "Milliseconds a token, batch x context; 4-bit weights, INT8/INT4 cache. Shorter is better.", y + 30, parts
+        TITLES["step"],
+        "Milliseconds a step, batch x context; halfbyte: 4-bit weights, INT8/INT4 cache. Shorter is better.",
+        y + 30,
+        parts,
     )
 
 
@@ -172,7 +185,7 @@ def _said(name: str) -> Iterator[str]:
     yield TITLES[name]
     if name == "step":
         for what, gpu, sides in compared():
-            yield f"{what}, {gpu}: " + ", ".join(f"{label} {sides[side]:.2f} ms" for side, label, _ in SIDES if side in sides)
+            yield f"{what}, {gpu}: " + ", ".join(f"{label} {sides[side]:.2f} ms" for side, label, *_ in SIDES if side in sides)
     if name == "fits":
         for card, rows in fitting().items():
             yield f"{card} GB: " + ", ".join(f"{kept.removeprefix('... ')} {count}" for kept, _, _, count in rows)

@@ -19,6 +19,7 @@ from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.studies import QUESTIONS, evidence, int4_gqa, int8_granularity, memory, step
 from halfbyte_lab.studies.accuracy import QUALITY, formats_of
+from halfbyte_lab.studies.calibrated import calibrated_table
 from halfbyte_lab.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS
 from halfbyte_lab.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 
@@ -43,6 +44,7 @@ __all__ = [
     "Record",
     "attention",
     "by_machine",
+    "calibrated_table",
     "cpu",
     "css",
     "evidence",

@@ -25,6 +25,7 @@ from docgen.sources import (
     step,
     tables,
 )
+from halfbyte.settings import HALVES
 from halfbyte_lab.evals.choices import caches, is_safe
 from halfbyte_lab.evals.quality import Setting
 
@@ -88,7 +89,7 @@ def results() -> str:
 
 #: The choices of the short table: a name, and a cache or weights.
 CHOICES: tuple[tuple[str, Setting], ...] = (
-    *((name, Setting(*formats)) for name, formats in list(caches().items())[1:]),
+    *((name, Setting(*formats)) for name, formats in caches().items()),
     ("6.7 bits", Setting("int8", "int4_g32", rotate_keys=True, sink_tokens=4, recent_tokens=16)),
     ("Weights, default", Setting(weights=WEIGHTS, clip=CLIP)),
     ("Weights, fastest", Setting(weights="int4_sym_g128")),
@@ -98,7 +99,7 @@ CHOICES: tuple[tuple[str, Setting], ...] = (
 def choice() -> str:
     """Answers to 'which format': size, divergence on a real model and on the worst outlier variant of the shipped one, speed."""
     rows = [(name, _formats(setting), *_choice(setting)) for name, setting in CHOICES]
-    return markdown(("", "format", "smaller", "faster", "safe", *TEXTS, "toy, outliers"), rows)
+    return markdown(("", "format", "smaller", "faster", "safe", "KL, nats", "perplexity", "same token", "toy, outliers"), rows)
 
 
 def _formats(s: Setting) -> str:
@@ -120,20 +121,28 @@ def _choice(s: Setting) -> tuple[str, ...]:
     word = words[evidence.verdicts(real).get(name)]
     timed, case = (attention(), "batch 128 x 8,192") if is_cache else (linear(), "8192 x 8192, 1 row")
     kernel = (s.weights or (str(s.keys) if s.keys == s.values else f"{s.keys}+{s.values}")) if not any(s.exact) else ""
-    faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, kernel)]
+    faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, kernel) and r.peer_seconds]
+    unknown = "" if s.keys in HALVES and is_cache else "not measured"
     bits = evidence.bits_of(by_text[f"{TEXTS[0]}, bf16"])[0] if f"{TEXTS[0]}, bf16" in by_text else (toy[0].bits or 16)
-    cells = (f"{by_text[f'{text}, bf16'].error:.1e}" if f"{text}, bf16" in by_text else "" for text in TEXTS)
-    return f"{16 / bits:.2f}x", (faster or ["not measured"])[-1], word, *cells, "" if worst is None else f"{worst:.1e}"
+    read = [by_text[f"{text}, bf16"] for text in TEXTS if f"{text}, bf16" in by_text]
+    harm = ("", "", "") if len(read) < len(TEXTS) else _harm(read)
+    return f"{16 / bits:.2f}x", (faster or [unknown])[-1], word, *harm, "" if worst is None else f"{worst:.1e}"
+
+
+def _harm(read: Sequence[Record]) -> tuple[str, str, str]:
+    """The worst of all texts: divergence, rise of the perplexity, and how often the likeliest token is that of 16 bits."""
+    change, same = max(r.change or 0.0 for r in read), min(r.top1 or 0.0 for r in read)
+    return f"{max(r.error or 0.0 for r in read):.1e}", f"{change:+.1f} %", f"{100 * same:.1f} %"
 
 
 def whole_models() -> str:
-    """A step of each whole model, GPU by GPU: of docs/performance/step.md the rows that compare, and all of one H200."""
+    """A step of each whole model, GPU by GPU: of docs/performance/step.md the rows that compare, and all of one GPU."""
     rows = []
     for machine, measured in by_machine(tables.study_records("step")).items():
         gpu, (headers, cells) = tables.short_name(machine), step.summary(measured)
         ours = [row for row in cells if row[headers.index("halfbyte, ms")]]
         compares = [any(row[headers.index(side)] for side in ("16 bits, ms", "vLLM, ms")) for row in ours]
-        alone = [gpu == "H200" and "GPUs" not in row[0] for row in ours]
+        alone = ["GPUs" not in row[0] for row in ours]
         rows += [(gpu, *row) for row, *shown in zip(ours, compares, alone, strict=True) if any(shown)]
     return markdown(("GPU", *step.SUMMARY), rows)
 

@@ -24,34 +24,44 @@ _LOAD = "96x8192+128"
 _Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
-def in_vllm() -> str:
-    """A line for each batch: steps and prompts of each mode."""
+def in_vllm(prompts: bool = True) -> str:
+    """What was measured, and a line for each batch: steps of each mode and, in a table of their own, prompts."""
     rows = _in_vllm()
-    lines = [
-        (
-            _batch(shape),
-            *(_figure(rows, "decode", mode, shape, "step_ms", 2) for mode in _MODES),
-            *(_figure(rows, "decode", mode, shape, "prefill_tok_s") for mode in _MODES),
-        )
-        for shape in _shapes(rows, "decode", _MODES[1:])
-    ]
     columns = ("16 bits", "INT8 / INT4 cache", "and INT4 weights", "and INT8 x")
-    heads = ("requests x context", f"step, {columns[0]}, ms", *columns[1:], f"prompts, {columns[0]}, tokens/s", *columns[1:])
+
+    def lines(name: str, digits: int = 0) -> str:
+        cells = [
+            (_batch(shape), *(_figure(rows, "decode", mode, shape, name, digits) for mode in _MODES))
+            for shape in _shapes(rows, "decode", _MODES[1:])
+        ]
+        return tables.markdown(("requests x context", *columns), cells)
+
     stock, packed = (rows["engine", mode, ""] for mode in (_MODES[0], _MODES[2]))
     env, shapes = packed["environment"], _shapes(rows, "decode", (_PLAIN_HEAD,))
     plain = ", ".join(_figure(rows, "decode", _PLAIN_HEAD, shape, "step_ms", 2) for shape in shapes)
     days = sorted({_day(r) for (_, mode, _), r in rows.items() if mode in (*_MODES, _PLAIN_HEAD)})
     older = [column for column, mode in zip(columns, _MODES, strict=True) if "sizes" not in rows["engine", mode, ""]]
     older += [_batch(shape) for (_, mode, shape), r in rows.items() if mode == _MODES[0] and "sizes" not in r]
-    told = (
-        f"{env['device']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, {' and '.join(days)}; "
-        f"{', '.join(older)} and a 16-bit output layer by an earlier form of `halfbyte_lab.serving`. The cache holds "
-        f"{stock['kv_tokens']:,} tokens in 16 bits, {packed['kv_tokens']:,} in INT8 / INT4 with INT4 weights: int4_g128 or, with x "
-        f"in INT8, int4_g128_a8, and an output layer in int8_col; with that in bf16 a step of {_listed(shapes)} took {plain} ms. "
-        f"Each column ran on an H200 whose host other jobs shared. With an empty kernel cache the engine started in "
-        f"{packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s."
-    )
-    return f"{told}\n\n{tables.markdown(heads, lines)}"
+    told = [
+        f"{env['device']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, {' and '.join(days)}; each "
+        f"column on an H200 whose host other jobs shared. INT4 weights are int4_g128, with an output layer in int8_col; INT8 x is "
+        f"int4_g128_a8. The cache holds {stock['kv_tokens']:,} tokens in 16 bits, {packed['kv_tokens']:,} in INT8 / INT4 with INT4 "
+        f"weights. Measured by an earlier form of `halfbyte_lab.serving`: {', '.join(older)}.",
+        f"Milliseconds a step:\n\n{lines('step_ms', 2)}",
+    ]
+    if prompts:
+        told += [
+            f"Tokens a second of prompts:\n\n{lines('prefill_tok_s')}",
+            f"With INT4 weights and a 16-bit output layer a step of {_listed(shapes)} took {plain} ms, by the earlier form too. "
+            f"With an empty kernel cache the engine started in {packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s.",
+        ]
+    return "\n\n".join(told)
+
+
+def stock_step(shape: str) -> tuple[str, float]:
+    """The GPU and the milliseconds of a step of vLLM alone, in 16 bits."""
+    row = _in_vllm()["decode", _MODES[0], shape]
+    return str(row["environment"]["device"]), float(row["step_ms"])
 
 
 def others_in_vllm() -> str:
@@ -86,12 +96,12 @@ def hits_in_vllm() -> str:
         )
         for shape in _shapes(rows, "hits", modes[1:])
     ]
-    columns = ("16 bits", "INT8 / INT4 cache and INT4 weights", "and INT8 x")
+    columns = ("16 bits", "INT8 / INT4 cache, INT4 weights", "and INT8 x")
     heads = (
         "requests x cached tokens",
         "new tokens each",
-        *(f"first token, {columns[0]}, ms", *columns[1:]),
-        *(f"new tokens/s, {columns[0]}", *columns[1:]),
+        *(f"first token, ms: {columns[0]}", *columns[1:]),
+        *(f"new tokens/s: {columns[0]}", *columns[1:]),
     )
     batch, _, new = _LOAD.partition("+")
     stock, packed, rounded = (rows["serve", mode, _LOAD]["all_tok_s"] for mode in modes)
@@ -99,7 +109,7 @@ def hits_in_vllm() -> str:
         f"{_batch(batch)} cold prompts with {new} new tokens each: {stock:,.0f} tokens/s in 16 bits, {packed:,.0f} with INT8 / "
         f"INT4 cache and INT4 weights, {rounded:,.0f} with x in INT8 as well."
     )
-    return f"{tables.markdown(heads, lines)}\n\n{told}"
+    return f"Behind a cached prefix:\n\n{tables.markdown(heads, lines)}\n\n{told}"
 
 
 def _in_vllm(sizes: str = "llama-3-8b") -> _Rows:

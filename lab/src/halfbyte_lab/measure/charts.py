@@ -230,9 +230,9 @@ def _label_points(fig: Any, ax: Any, points: Sequence[Point]) -> None:
     fig.draw_without_rendering()  # moves the axes to their final place
     anchors = [tuple(ax.transData.transform((p.x, p.y))) for p in points]
     probes = [ax.text(0, 0, p.label, fontsize=10) for p in points]
-    # Browsers set the text in the system's font, up to a tenth wider than matplotlib's.
+    # Browsers set the text in the system's font, up to a tenth wider than matplotlib's; a space keeps neighbors apart.
     extents = [probe.get_window_extent() for probe in probes]
-    sizes = [(e.width * 1.1, e.height + 3) for e in extents]
+    sizes = [(e.width * 1.1 + 4, e.height + 3) for e in extents]
     for probe in probes:
         probe.remove()
     window = ax.get_window_extent()
@@ -262,7 +262,7 @@ def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, tit
     with figure_with(title, 1.3 + 0.3 * len(stacks) + 0.2 * -(-len(parts) // 4), x_label) as (fig, ax, done):
         for row, stack in enumerate(stacks.values()):
             end, label = sum(stack.values()), {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 9}
-            ax.annotate(f"{end:.1f}", (end, row), (6, 0), **label)
+            ax.annotate(f"{end:,.0f}" if end >= 1000 else f"{end:.1f}", (end, row), (6, 0), **label)
         for number, part in enumerate(parts):
             rows = [row for row, stack in enumerate(stacks.values()) if part in stack]
             mine = [list(stack.items()) for stack in stacks.values() if part in stack]
@@ -276,6 +276,7 @@ def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, tit
         frame(ax, x_label, "", legend=False)
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.1, y=0.02)
+        ax.xaxis.set_major_formatter("{x:,g}")
         ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
         handles, labels = ax.get_legend_handles_labels()
         legend_below(fig, handles, labels, 4)

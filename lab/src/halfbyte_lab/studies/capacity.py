@@ -183,7 +183,8 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     if not any(len(points) > 1 for points in lines.values()):
         return []
     title = "Tokens a second with the largest batch that fits, 8 GPUs"
-    return [charts.curves(lines, x_label="context, K tokens", y_label="tokens/s", title=title)]
+    y_label = "tokens/s" + ", derived from steps of one rank" * any(r.method.startswith(DERIVED) for r in measured)
+    return [charts.curves(lines, x_label="context, K tokens", y_label=y_label, title=title)]
 
 
 def says(measured: Sequence[Record]) -> list[str]:

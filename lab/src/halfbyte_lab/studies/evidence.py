@@ -287,7 +287,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         points += [charts.Point("", bits_of(r)[0], r.error or 0.0, "the shipped toy, fp32") for r in toy]
         rules = [(limit, f"safe up to {limit:.1e}")] * (limit > 0) + list(PUBLISHED)
         x_label = f"bits an element (16-bit tokens counted at {CONTEXTS[0]:,})"
-        title = f"Divergence against bits: {what}"
+        title = f"Divergence against bits: {what}, on prose in bf16"
         if rows:
             y_label = "KL divergence, nats"
             figures.append(charts.scatter(points, x_label=x_label, y_label=y_label, title=title, log_y=True, rules=rules))

@@ -318,8 +318,14 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         for r in (r for r in measured if r.case == case and r.kernels):
             stacks[r.implementation] = kinds(r)
             stacks[f"{r.implementation}: roofline"] = {BYTES: 1e6 * (r.seconds or 0.0) * (r.roof_share or 0.0)}
-        figures.append(charts.stacked_bars(stacks, x_label="us a step", title=f"{case}: where a step goes"))
+        figures.append(charts.stacked_bars(stacks, x_label="us a step", title=f"{_title(measured, case)}: where a step goes"))
     return figures
+
+
+def _title(measured: Sequence[Record], case: str) -> str:
+    """ "8b-8: Llama 3 8B, 8 x 8,192", as in the tables."""
+    name, sizes, *_ = _compared([r for r in measured if r.case == case])
+    return f"{case}: {name}, {sizes}"
 
 
 def says(measured: Sequence[Record]) -> list[str]:
