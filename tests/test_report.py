@@ -13,8 +13,7 @@ import pytest
 
 from halfbyte.errors import InvalidArgument, MissingPackage
 from halfbyte_lab.measure import chart_style, charts
-from halfbyte_lab.measure.charts import Point, bars, lines, scatter
-from halfbyte_lab.measure.labels import Box, place_labels
+from halfbyte_lab.measure.charts import Box, Point, bars, lines, place_labels, scatter
 from halfbyte_lab.report import Report
 from watched import watched
 

@@ -326,7 +326,7 @@ def small_bars(monkeypatch: pytest.MonkeyPatch) -> None:
         ("seconds", 22e-6, float("nan"), False),
     ],
 )
-def test_a_bar_is_met_or_not(quantity: targets.Quantity, bound: float, value: float | None, met: bool) -> None:
+def test_a_bar_is_met_or_not(quantity: str, bound: float, value: float | None, met: bool) -> None:
     (verdict,) = judge([Target("x", "int8", quantity, bound)], {} if value is None else {quantity: value})
     assert verdict.met is met
     text = targets.verdict_text(verdict)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfbyte.errors import check
 from halfbyte_lab.evals.choices import SAFE
@@ -13,38 +13,19 @@ from halfbyte_lab.measure.chart_style import (
     INK,
     QUIET,
     VERMILION,
-    as_image,
-    check_installed,
     color_of,
-    described,
     drawing,
     figure_of,
     figure_with,
     frame,
     legend_below,
     looks_of,
-    measured_on,
     scales,
 )
-from halfbyte_lab.measure.labels import Box, place_labels
-
-__all__ = [
-    "Lines",
-    "Point",
-    "as_image",
-    "bars",
-    "check_installed",
-    "curves",
-    "described",
-    "divergence",
-    "lines",
-    "marked_bars",
-    "measured_on",
-    "panels",
-    "roofline",
-    "scatter",
-    "stacked_bars",
-]
+from halfbyte_lab.measure.chart_style import as_image as as_image
+from halfbyte_lab.measure.chart_style import check_installed as check_installed
+from halfbyte_lab.measure.chart_style import described as described
+from halfbyte_lab.measure.chart_style import measured_on as measured_on
 
 
 @dataclass(frozen=True)
@@ -305,3 +286,53 @@ def curves(lines: Lines, *, x_label: str, y_label: str, title: str, dashed: Sequ
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
         frame(ax, x_label, y_label, 2)
     return done.svg
+
+
+# ------------------------------------------------------------------------- where labels go, so that they do not lie on each other
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels, y upwards."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    def overlap(self, other: Box) -> float:
+        """Area that two rectangles share."""
+        width = min(self.x1, other.x1) - max(self.x0, other.x0)
+        height = min(self.y1, other.y1) - max(self.y0, other.y0)
+        return max(0.0, width) * max(0.0, height)
+
+
+def place_labels(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], bounds: Box) -> list[Box]:
+    """A rectangle for each label, near its anchor, inside `bounds`, off the other labels and the points.
+
+    Greedy: for each label in turn the candidate (eight directions, growing distance) that covers least of what is there already.
+    """
+    points = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+    boxes: list[Box] = []
+    for (x, y), (width, height) in zip(anchors, sizes, strict=True):
+
+        def cost(box: Box) -> float:
+            outside = (box.x1 - box.x0) * (box.y1 - box.y0) - box.overlap(bounds)
+            return 4 * outside + sum(box.overlap(other) for other in [*boxes, *points])
+
+        boxes.append(min(_candidates(x, y, width, height), key=cost))
+    return boxes
+
+
+def _candidates(x: float, y: float, width: float, height: float) -> Iterator[Box]:
+    for gap in (10, 15, 22, 32, 44, 60, 80):
+        corners = [
+            (x + gap, y - height / 2),
+            (x - gap - width, y - height / 2),
+            (x - width / 2, y + gap),
+            (x - width / 2, y - gap - height),
+            (x + gap, y + gap / 2),
+            (x + gap, y - gap / 2 - height),
+            (x - gap - width, y + gap / 2),
+            (x - gap - width, y - gap / 2 - height),
+        ]
+        yield from (Box(a, b, a + width, b + height) for a, b in corners)

@@ -335,4 +335,4 @@ def _told(measured: Sequence[Record], op: str, what: str) -> list[str]:
     return sentences
 
 
-STUDY = Study("decode-70b", jobs, whole_table, drawn, says, text_columns=2, effort=MANY_GRAPHS, also=table)
+STUDY = Study("decode-70b", whole_table, drawn, says, text_columns=2, effort=MANY_GRAPHS, also=table, jobs=jobs)

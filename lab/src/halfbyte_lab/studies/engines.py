@@ -319,4 +319,4 @@ def _range(found: Mapping[str, float]) -> str:
     return " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(found.values()), max(found.values()))))
 
 
-STUDY = Study("engines", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)
+STUDY = Study("engines", table, drawn, says, text_columns=3, effort=MANY_GRAPHS, jobs=jobs)

@@ -366,4 +366,4 @@ def _between(values: Sequence[float], form: Callable[[float], str] = "{:.2f}".fo
     return " to ".join(ends)
 
 
-STUDY = Study("int4-gqa", jobs, table, drawn, says, text_columns=4, effort=MANY_GRAPHS)
+STUDY = Study("int4-gqa", table, drawn, says, text_columns=4, effort=MANY_GRAPHS, jobs=jobs)

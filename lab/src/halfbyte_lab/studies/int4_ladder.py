@@ -325,4 +325,4 @@ def _told(case: str, rungs: Rungs) -> str:
     return f'{case}, {ends}, the largest step "{largest}" with {gains[largest]:.2f}x'
 
 
-STUDY = Study("int4-ladder", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)
+STUDY = Study("int4-ladder", table, drawn, says, text_columns=3, effort=MANY_GRAPHS, jobs=jobs)

@@ -367,4 +367,4 @@ def _errors_said(measured: Sequence[Record], case: str) -> str:
     return f"The result differs from that over the unquantized cache, relatively, by {of(case)}{beside}." if of(case) else ""
 
 
-STUDY = Study("int8-granularity", jobs, table, drawn, says, text_columns=4, effort=MANY_GRAPHS)
+STUDY = Study("int8-granularity", table, drawn, says, text_columns=4, effort=MANY_GRAPHS, jobs=jobs)

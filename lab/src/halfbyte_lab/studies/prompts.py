@@ -218,4 +218,4 @@ def _range(found: Mapping[str, float], digits: int) -> str:
     return " to ".join(ends)
 
 
-STUDY = Study("prompts", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)
+STUDY = Study("prompts", table, drawn, says, text_columns=3, effort=MANY_GRAPHS, jobs=jobs)

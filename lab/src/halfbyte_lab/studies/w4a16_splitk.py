@@ -324,4 +324,4 @@ def _waves(r: Record | None) -> str:
     return f"{shape['programs'] / (shape['SMs'] * shape['resident']):.2f}" if "programs" in shape else ""
 
 
-STUDY = Study("w4a16-splitk", jobs, table, drawn, says, text_columns=2, effort=MANY_GRAPHS)
+STUDY = Study("w4a16-splitk", table, drawn, says, text_columns=2, effort=MANY_GRAPHS, jobs=jobs)
