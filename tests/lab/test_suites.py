@@ -28,7 +28,6 @@ from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.linear import LinearShape
-from halfbyte_lab.measure.precompile import Precompiled
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.report_sections import plain
 from halfbyte_lab.measure.session import Session
@@ -137,7 +136,7 @@ def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.Monk
     assert s.interrupted
     assert not s.records
     assert [(70 < count < 140, *rest) for count, *rest in asked] == [(True, (9, 0), suites._WORTH)]
-    precompiled = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, Precompiled)}
+    precompiled = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, precompile.Precompiled)}
     assert precompiled == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob", "CapacityJob"}
 
 

@@ -33,13 +33,12 @@ from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.figures import of_any
 from halfbyte_lab.measure.linear import LinearShape
 from halfbyte_lab.measure.page import write_page
-from halfbyte_lab.measure.precompile import Precompiled
 from halfbyte_lab.measure.records import Record, read, read_all
 from halfbyte_lab.measure.report_sections import Section, plain, plain_table, show
 from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.timing import GRAPHS, MANY_GRAPHS, Effort
 from halfbyte_lab.options import RunOptions, check_appendable, check_page
-from halfbyte_lab.precompile import compile_ahead
+from halfbyte_lab.precompile import Precompiled, compile_ahead
 from halfbyte_lab.studies import fused_qkv
 
 #: What records of baselines are marked with, as those of a study are.
@@ -211,7 +210,7 @@ def write_report(files: Sequence[Path], against: Sequence[Path], output: Path, t
     before, more = read_all(against)
     for notice in (*notices, *more):
         print(f"note: {notice}", file=sys.stderr)
-    print(f"page written to {write_page(after, title, output, before, section_of)}", file=sys.stderr)
+    print(f"page written to {write_page(after, title, output, before, section_of=section_of)}", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------- one layer of a model

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import halfbyte
 from halfbyte.plans import plan
+from halfbyte_lab import precompile
 from halfbyte_lab.cases import qkv_layers
 from halfbyte_lab.cases.linear_targets import INT4
 from halfbyte_lab.cases.qkv_layers import (
@@ -35,7 +36,6 @@ from halfbyte_lab.cases.qkv_layers import (
     Weights,
 )
 from halfbyte_lab.cases.targets import Target, judge, verdict_text
-from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte_lab.measure.cupti import Calls, Kernel, seconds_of
 from halfbyte_lab.measure.linear import promise as promise_of_linear
@@ -54,7 +54,6 @@ from halfbyte_lab.measure.timing import (
     summary,
 )
 from halfbyte_lab.measure.trials import Outcome, Trial
-from halfbyte_lab.precompile import Pair
 
 OP, FUSED_OP = "qkv variants", "qkv projection"
 FORMATS, FUSED_FORMATS, FUSED_ROWS = ("mxfp4", "nf4", "nvfp4"), (INT4, "nf4", "mxfp4", "nvfp4"), (1, 4, 16)
@@ -93,7 +92,7 @@ class VariantsJob:
     def name(self) -> str:
         return self.given.shape.name
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """The fused projection of the two-kernel variant."""
         s, half = self.given.shape, "fp16" if self.given.shape.dtype == torch.float16 else "bf16"
         for fmt in self.formats if self.impl != "triton" else ():
@@ -264,7 +263,7 @@ class FusedJob:
         """ "q, k, v of a Llama-3-8B layer, 1 row"."""
         return f"{self.name}, {rows} row{'s' * (rows > 1)}"
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """All weights in one launch, and each in its own."""
         selection = [(m, fmt) for fmt in self.formats for m in self.rows if session.wants(self.case(m), fmt, ONE)]
         for rows, fmt in selection if self.impl != "triton" else ():

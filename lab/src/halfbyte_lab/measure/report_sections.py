@@ -57,11 +57,6 @@ def plain(op: str) -> Section:
     return Section(op.replace("_", " ").capitalize(), plain_table, figures.of_any, _ratio_said, text_columns=3)
 
 
-def by_operation(r: Record) -> Section:
-    """The section of a record where nothing is known but its operation, and its study if it has one."""
-    return plain(f"{r.study}: {r.op}" if r.study else r.op)
-
-
 def _ratio_said(measured: Sequence[Record]) -> Sequence[str]:
     has_16_bit = any(r.formats in ("bf16", "fp16") for r in measured)
     return ("vs 16-bit: time over that of the fastest 16-bit implementation; below 1 is faster.",) if has_16_bit else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from halfbyte_lab.measure.records import Record
 
@@ -74,6 +74,17 @@ def rate_text(gb_per_s: float | None) -> str:
     if gb_per_s is None:
         return ""
     return f"{gb_per_s:,.0f}" if gb_per_s >= 100 else f"{gb_per_s:.2g}"
+
+
+def range_text(figures: Mapping[str, float], digits: int = 2) -> str:
+    """ "1.90 to 2.10"; "1.90" where both are the same."""
+    return " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in (min(figures.values()), max(figures.values()))))
+
+
+def seconds_of(measured: Iterable[Record], like: Record, implementation: str) -> float | None:
+    """The time of another implementation on the case of a record, in its format."""
+    target = (like.op, like.case, like.formats, implementation)
+    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == target), None)
 
 
 def times_text(base: float | None, seconds: float | None) -> str:
