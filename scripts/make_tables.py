@@ -141,7 +141,7 @@ def all_bars() -> str:
     told = []
     for of_machine in by_machine(every_gpu_record()).values():
         if measured := targets.latest(of_machine):
-            rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
+            rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table(measured)[1]]
             told.append(f"{where_text(measured)} {tables.count_text(measured)}.\n\n{markdown(targets.HEADERS, rows)}")
     return "\n\n".join(told) or NOTHING
 

@@ -34,8 +34,9 @@ from halfbyte_lab.measure.figures import of_any
 from halfbyte_lab.measure.linear import LinearShape
 from halfbyte_lab.measure.page import write_page
 from halfbyte_lab.measure.records import Record, read, read_all
-from halfbyte_lab.measure.report_sections import Section, plain, plain_table, show
+from halfbyte_lab.measure.report_sections import Section, plain, show
 from halfbyte_lab.measure.session import Job, Session
+from halfbyte_lab.measure.tables import plain_table
 from halfbyte_lab.measure.timing import GRAPHS, MANY_GRAPHS, Effort
 from halfbyte_lab.options import RunOptions, check_appendable, check_page
 from halfbyte_lab.precompile import Precompiled, compile_ahead
@@ -233,7 +234,7 @@ def evaluate(options: RunOptions, model: str, folder: Path, layer: int) -> None:
 
 def write(measured: list[Record], folder: Path) -> None:
     """The table with what it shows, and the charts of the one layer in the records."""
-    headers, rows = fused_qkv.table(measured)
+    ((headers, rows),) = fused_qkv.STUDY.tables(measured)
     lines = [f"| {' | '.join(cells)} |" for cells in (headers, ["---"] * len(headers), *rows)]
     where = f"{measured[0].environment.device}; {measured[0].environment.date}"
     text = "\n\n".join([where, *fused_qkv.says(measured), "\n".join(lines)])

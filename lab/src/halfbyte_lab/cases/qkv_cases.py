@@ -342,23 +342,15 @@ def _fused_record(r: Record, alone: Outcome, chained: Outcome, warm: str) -> Rec
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-_TRACED = ("us of kernels", "us of each launch's kernels, in place")
 HEADERS = (
-    *("case", "format", "variant", "launches", "us alone", "us chained", _TRACED[0], "x naive, or three"),
-    *("us of each launch", _TRACED[1], "verdict"),
+    *("case", "format", "variant", "launches", "us alone", "us chained", "us of kernels", "x naive, or three"),
+    *("us of each launch", "us of each launch's kernels, in place", "verdict"),
 )
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """The rows under their headers; columns of kernels where some were traced."""
-    has_kernels = any(r.kernel_seconds for r in measured)
-    columns = [i for i, header in enumerate(HEADERS) if has_kernels or header not in _TRACED]
-    return [HEADERS[i] for i in columns], [[row[i] for i in columns] for row in table_rows(measured)]
-
-
-def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row for each variant on each layer and format, and for each way to compute q, k and v."""
-    return [_row(r) for r in measured if r.op in (OP, FUSED_OP) and r.implementation]
+    return HEADERS, [_row(r) for r in measured if r.op in (OP, FUSED_OP) and r.implementation]
 
 
 def _row(r: Record) -> tuple[str, ...]:

@@ -177,13 +177,8 @@ HEADERS = ("case", "format", "MB", "us alone", "us paired", "GB/s", "of roofline
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """The rows under their headers."""
-    return HEADERS, table_rows(measured)
-
-
-def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row for each record of a case of attention, 16-bit peers included; several bars of one record lie on several lines."""
-    return [_row(r) for r in measured if r.case and r.op in OPS]
+    return HEADERS, [_row(r) for r in measured if r.case and r.op in OPS]
 
 
 def _row(r: Record) -> tuple[str, ...]:

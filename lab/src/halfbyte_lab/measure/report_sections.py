@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from halfbyte_lab.measure import figures
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Session
-from halfbyte_lab.measure.tables import HEADERS, Table, count_text, filled, table_rows
+from halfbyte_lab.measure.tables import Table, count_text, filled, plain_table
 
 
 def _nothing(measured: Sequence[Record]) -> Sequence[str]:
@@ -45,11 +45,6 @@ class Section:
 
 #: The section of a record.
 SectionOf = Callable[[Record], Section]
-
-
-def plain_table(measured: Sequence[Record]) -> Table:
-    """One row for each record, whatever it is of."""
-    return HEADERS, table_rows(measured)
 
 
 def plain(op: str) -> Section:

@@ -19,8 +19,11 @@ def filled(table: Table, text_columns: int) -> Table:
     return [headers[i] for i in columns], [[row[i] for i in columns] for row in rows]
 
 
-def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
-    """The rows of the table, as text. "vs 16-bit" is the time over that of the fastest 16-bit one of the run: below 1 is faster."""
+def plain_table(records: Iterable[Record]) -> Table:
+    """One row for each record, whatever it is of.
+
+    "vs 16-bit" is the time over that of the fastest 16-bit one of the run: below 1 is faster.
+    """
     records = list(records)
     rows: list[tuple[str, ...]] = []
     for r in records:
@@ -34,7 +37,7 @@ def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
         rate, share = f"{r.gb_per_s or 0:.1f}", f"{100 * (r.roof_share or 0):.0f} %"
         spread = f"{1e3 * r.p10:.3g} - {1e3 * r.p90:.3g}"
         rows.append((*head, f"{1e3 * r.seconds:.3f}", ratio, share, error, rate, spread))
-    return rows
+    return HEADERS, rows
 
 
 def fastest_16_bit(measured: Iterable[Record], of: Record) -> float | None:
