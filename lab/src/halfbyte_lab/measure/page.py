@@ -15,9 +15,6 @@ from halfbyte_lab.measure.report_sections import SectionOf, by_section
 from halfbyte_lab.measure.tables import us
 from halfbyte_lab.report import Cell, Report
 
-#: Headers and rows.
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-
 #: Changes that are drawn.
 _DRAWN = 30
 CHANGES = ("case", "format", "by", "before (us)", "after (us)", "after / before", "change")
