@@ -20,7 +20,6 @@ from halfbyte_lab.measure import charts, compare, records, tables
 from halfbyte_lab.measure.page import by_machine
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.studies import QUESTIONS, step
-from halfbyte_lab.suites import of_study
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ROOT / "results" / "families.jsonl"
@@ -142,7 +141,7 @@ def all_bars() -> str:
     told = []
     for of_machine in by_machine(every_gpu_record()).values():
         if measured := targets.latest(of_machine):
-            rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
+            rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table(measured)[1]]
             told.append(f"{where_text(measured)} {tables.count_text(measured)}.\n\n{markdown(targets.HEADERS, rows)}")
     return "\n\n".join(told) or NOTHING
 
@@ -322,7 +321,7 @@ def marked(r: Record) -> Record:
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
     said = found.says(measured)
-    made = of_study(found).tables(measured)
+    made = found.tables(measured)
     columns = tuple(header.partition(",")[0] for headers, _ in made for header in headers if header)
     told = [" ".join([where_text(measured), *_notes(measured, " ".join(said), columns)]), *said]
     for headers, rows in made:

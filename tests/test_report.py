@@ -13,8 +13,7 @@ import pytest
 
 from halfbyte.errors import InvalidArgument, MissingPackage
 from halfbyte_lab.measure import chart_style, charts
-from halfbyte_lab.measure.charts import Point, bars, lines, scatter
-from halfbyte_lab.measure.labels import Box, place_labels
+from halfbyte_lab.measure.charts import Box, Point, bars, lines, place_labels, scatter
 from halfbyte_lab.report import Report
 from watched import watched
 
@@ -77,7 +76,7 @@ def test_ids_are_unique_and_references_resolve() -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: scatter(POINTS, x_label="bytes", y_label="KL", log_x=True, log_y=True),
+        lambda: scatter(POINTS, x_label="bytes", y_label="KL", log_y=True),
         lambda: bars({"int8": 3.0, "bf16": 1.0}, x_label="ms", title="times"),
         lambda: lines({f"s{i}": [1.0, 2.0, i + 1.0] for i in range(8)}, x_label="layer", y_label="error", log_y=True),
     ],
@@ -186,7 +185,7 @@ def test_floats_of_a_column_share_their_decimals() -> None:
         (lambda: Report("t").table(["a"], [("x",)], align="c"), "align='c'"),
         (lambda: Report("t").figure("<img>"), "svg begins with"),
         (lambda: scatter([], x_label="x", y_label="y"), "points is empty"),
-        (lambda: scatter([Point("zero", 0, 1)], x_label="x", y_label="y", log_x=True), "'zero' has x=0"),
+        (lambda: scatter([Point("zero", 1, 0)], x_label="x", y_label="y", log_y=True), "'zero' has y=0"),
         (lambda: lines({"a": [1], "b": [1, 2]}, x_label="x", y_label="y"), "'b' has 2 values, expected 1"),
         (lambda: bars({}, x_label="x"), "values is empty"),
     ],

@@ -39,8 +39,6 @@ ADA = GPU("NVIDIA GeForce RTX 4090", 128, (8, 9))
 CPU = torch.device("cpu")
 #: Formats that no tuned kernel reads.
 NEVER_TUNED = ("int4_col", "nf4_dq")
-#: M, and N of each weight.
-PROBLEMS = ((1, (4096,)), (4, (4096, 1024, 1024)), (16, (14336,)), (33, (1000,)), (130, (28672,)), (513, (4096,)))
 
 
 # ------------------------------------------------------------------------------------------------- what small cases are like

@@ -23,9 +23,9 @@ WORDS = {
 }
 
 
-def cells(x: float, y: float, colors: Sequence[str], size: float = CELL, opacity: float = 0.8) -> list[str]:
+def cells(x: float, y: float, colors: Sequence[str], size: float = CELL) -> list[str]:
     """A row of cells."""
-    return [box(x + i * size, y, size - 1.5, size - 1.5, color, opacity) for i, color in enumerate(colors)]
+    return [box(x + i * size, y, size - 1.5, size - 1.5, color, 0.8) for i, color in enumerate(colors)]
 
 
 def granularities() -> list[str]:

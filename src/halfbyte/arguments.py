@@ -78,10 +78,10 @@ def check_sizes(**sizes: int) -> None:
         integer(name, size, least, 2**31 - 1, f"an integer of at least {least} and below 2^31")
 
 
-def device_of(value: Any, name: str = "device") -> torch.device:
+def device_of(value: Any) -> torch.device:
     """`value` as a torch device. Raises `InvalidArgument` if this machine does not have it."""
     try:
         return torch.empty(0, device=value).device
     except (RuntimeError, TypeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise InvalidArgument(f"{name}={value!r} cannot be used here ({reason}); expected cpu, cuda or cuda:N") from error
+        raise InvalidArgument(f"device={value!r} cannot be used here ({reason}); expected cpu, cuda or cuda:N") from error

@@ -17,7 +17,6 @@ from halfbyte.reference.attention import read
 from halfbyte.reference.hadamard import rotate
 from varlen_cases import BAD_BOUNDS, MIXED, Batch, batch_of
 
-PLAIN = frozenset[str]()
 LATENT: dict[str, Any] = {"dim": 64, "value_dim": 512, "latent": True}
 ROTATED, STARTS, BIASED = frozenset({"rotate"}), frozenset({"starts"}), frozenset({"window", "alibi", "softcap"})
 CASES = {

@@ -102,11 +102,6 @@ class Case:
     seed: int = 0
     key_bias: float = 0.0
 
-    @property
-    def elements(self) -> int:
-        """Elements of the keys that the float64 reference makes, every query head with a copy of its own."""
-        return len(self.lengths) * self.heads * self.variant.group * max((1, *self.lengths)) * self.variant.widest
-
 
 # ---------------------------------------------------------------------------------------------------------------- drawing
 

@@ -8,7 +8,7 @@ from gpu_place import PLACE
 
 import halfbyte as hb
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte_lab.baselines.dequantize import dequantize_rows
+from halfbyte_lab.cases.linear_baselines import dequantize_rows
 
 ROWS, WIDTH = PLACE.size(1000, 20), PLACE.size(2176, 256)
 

@@ -13,7 +13,6 @@ from test_gpu_linear import MARKED, Call, Case, build, drawn, normal
 from test_gpu_relaunch import again, check_each, check_equal, check_like_the_first, moved
 
 import halfbyte as hb
-from halfbyte.errors import InvalidArgument
 from halfbyte.nn import FusedProjections, QuantLinear
 
 __all__ = ["again"]  # a fixture
@@ -82,22 +81,3 @@ def test_a_workspace_that_grew_in_between(impl: str) -> None:
         others = [torch.full((1 << 18,), torch.nan, device=PLACE.device) for _ in range(PLACE.size(64, 1))]
         check_equal(small.run(impl), expected)
         assert all(bool(t.isnan().all()) for t in others)
-
-
-@needs_gpu
-def test_wrong_arguments_raise_after_a_right_call() -> None:
-    call = build(TUNED)
-    (w,), (bias,) = call.weights, call.biases
-    assert bias is not None
-    for _ in range(2):
-        call.run("auto")
-    wrong = [
-        replace(call, x=call.x[:, :64]),
-        replace(call, x=call.x.cpu()),
-        replace(call, biases=[bias[:-1]]),
-        replace(call, biases=[bias.cpu()]),
-        replace(call, weights=[w.to("cpu")]),
-    ]
-    for each in wrong:
-        with pytest.raises(InvalidArgument):
-            each.run("auto")

@@ -13,8 +13,8 @@ import halfbyte.hf as hf
 from halfbyte.cpu.linear import in_tiles
 from halfbyte.cpu.step import BlockStep
 from halfbyte.errors import CapacityError, InvalidArgument
-from halfbyte.hf.block_loops import BlockLoops
 from halfbyte.hf.fused_blocks import fused_view
+from halfbyte.hf.fused_parts import BlockLoops
 
 pytestmark = pytest.mark.skipif(
     not in_tiles(torch.zeros(1, 64).bfloat16(), [hb.quantize(torch.randn(16, 64), "int4_g32")]),

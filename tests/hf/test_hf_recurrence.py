@@ -10,9 +10,9 @@ from families import tiny_model
 from tiny_models import left_padding
 
 import halfbyte.hf as hf
-from halfbyte.hf import fused_forms, fused_recurrence
+from halfbyte.hf import fused_forms
 from halfbyte.hf.fused_blocks import fused_view
-from halfbyte.hf.fused_recurrence import Recurrence
+from halfbyte.hf.fused_forms import Recurrence
 from halfbyte.hf.structure import close
 from watched import watched
 
@@ -46,7 +46,7 @@ def test_tokens_and_states_are_those_of_the_modules(family, prompt, monkeypatch)
     model, ids = packed(family), prompt(3)
     assert sum(isinstance(form, Recurrence) for form in forms(model)) == 1
     plain = generated(model, ids, fuse_blocks=False)
-    ran = watched(monkeypatch, fused_recurrence, "gated_delta", lambda *_, **options: 1)
+    ran = watched(monkeypatch, fused_forms, "gated_delta", lambda *_, **options: 1)
     projections = watched(monkeypatch, fused_forms, "projected", lambda x, weights, *a: len(weights))
     out = generated(model, ids)
     assert torch.equal(out.sequences, plain.sequences)
@@ -89,7 +89,7 @@ def test_what_is_no_step_runs_as_it_is(case, prompt, monkeypatch):
     model = packed("qwen3_5_text")
     form, module = forms(model)[0], recurrence(model)
     cache, other = (hf.PackedCache(model, 64) for _ in range(2))
-    ran = watched(monkeypatch, fused_recurrence, "gated_delta", lambda *_, **options: 1)
+    ran = watched(monkeypatch, fused_forms, "gated_delta", lambda *_, **options: 1)
     with torch.no_grad():
         for one in (cache, other) if case != "nothing held" else ():
             model(prompt(2), past_key_values=one)
@@ -124,12 +124,12 @@ def test_numbers_decide(change, prompt):
 def test_states_decide(monkeypatch):
     """Of two steps: a state that is not the family's is seen, whatever the result was."""
     model = packed("qwen3_5_text")
-    inner = fused_recurrence.gated_delta
+    inner = fused_forms.gated_delta
 
     def forgets(*args: Any) -> torch.Tensor:
         out = inner(*args)
         args[-1].mul_(0.9)
         return out
 
-    monkeypatch.setattr(fused_recurrence, "gated_delta", forgets)
+    monkeypatch.setattr(fused_forms, "gated_delta", forgets)
     assert not isinstance(forms(model)[0], Recurrence)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from attention_levels import CALLS, DRAWN, decode_call, errors, in_pages, same, small, strided
 from gpu.gpu_cases import VALUES, Call, build
 from halfbyte.formats import KV_FORMATS, key_format, plain_format
+from halfbyte.kernels.decode.merge import launch as launch_merge
 from halfbyte.kernels.decode.portable import launch, workspace_floats
 from halfbyte.kv_buffer import DecodeCall, KVBuffer
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
@@ -245,3 +246,23 @@ def test_tiles(keys: str, values: str, batch: int, heads: int, rows: int, capaci
     else:
         assert chosen.chunk == 0
         assert chosen.splits <= max(1, capacity)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("parts", "shape"), [(1, (1, 1, 1, 1)), (2, (2, 3, 5, 80)), (3, (1, 2, 33, 64)), (2, (1, 1, 2, 256))])
+def test_parts_are_merged_as_specified(parts: int, shape: tuple[int, ...], sinks: bool) -> None:
+    """Parts of other strides; what a part did not see is NaN; a row that nobody saw is 0 and -inf."""
+    rng = torch.Generator().manual_seed(parts)
+    b, heads, queries, dim = shape
+    outs = [torch.randn(b, queries, heads, dim, generator=rng).bfloat16().transpose(1, 2) for _ in range(parts)]
+    lses = [20 * torch.randn(b, queries, heads, generator=rng).transpose(1, 2) for _ in range(parts)]
+    for out, lse in zip(outs, lses, strict=True):
+        hidden = torch.rand(lse.shape, generator=rng) < 0.3
+        lse[hidden], out[hidden] = -torch.inf, torch.nan
+    logits = torch.randn(heads, generator=rng) if sinks else None
+    out, lse = torch.full(shape, torch.nan, dtype=torch.bfloat16), torch.full(shape[:3], torch.nan)
+    launch_merge(outs, lses, logits, out, lse)
+    truth, truth_lse = reference.merge_states(outs, lses, logits)
+    torch.testing.assert_close(lse, truth_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, truth, rtol=2**-8, atol=1e-6)
+    assert bool((out[lse == -torch.inf] == 0).all())

@@ -13,7 +13,7 @@ from halfbyte.kernels.dequantize import launch
 from halfbyte.ops import _linear_on_gpu
 from halfbyte.reference.linear import LinearCall
 from halfbyte.tensors import QuantTensor
-from halfbyte_lab.baselines.dequantize import dequantize_rows
+from halfbyte_lab.cases.linear_baselines import dequantize_rows
 
 #: numpy warns of what a GPU computes silently, and as meant: numbers beyond fp32 become infinite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

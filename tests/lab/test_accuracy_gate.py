@@ -139,7 +139,7 @@ def test_every_study_is_here_by_its_name() -> None:
     assert set(SMALL) | NOTHING_RUNS == set(QUESTIONS)
     for name in QUESTIONS:
         found = study(name)
-        assert (found.name, found.asks, list(found.charts([]))) == (name, QUESTIONS[name], [])
+        assert (found.title, found.asks, list(found.charts([]))) == (name, QUESTIONS[name], [])
 
 
 @pytest.mark.slow(sample=4)

@@ -15,9 +15,10 @@ import torch
 from benches import BRIEF, CPU, GPU
 from torch.profiler import ProfilerActivity
 
+from halfbyte_lab import suites
 from halfbyte_lab.cases import append_case, decode_cases, linear_cases, qkv_cases, qkv_layers
 from halfbyte_lab.cases.linear_targets import LinearCase
-from halfbyte_lab.measure import cupti, decode, linear, session, suite, timing
+from halfbyte_lab.measure import cupti, decode, linear, session, timing
 from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.cupti import Kernel, seconds_of, traced
 from halfbyte_lab.measure.decode import DecodeShape
@@ -158,9 +159,9 @@ def test_a_session_traces_on_a_gpu_that_lets_it(fake: FakeProfiler, capsys: pyte
     assert fake.profiles == profiles
     assert on.kernel_seconds({"big one": Work([Mock(side_effect=torch.OutOfMemoryError("full"))])}) == {}
     assert "no kernel times of big one: OutOfMemoryError: full" in capsys.readouterr().err
-    suite.run(cpu, [])
+    suites.run(cpu, [])
     assert "no times of kernels by CUPTI: there is no GPU here" in capsys.readouterr().out
-    suite.run(off, [])
+    suites.run(off, [])
     assert "CUPTI" not in capsys.readouterr().out
 
 

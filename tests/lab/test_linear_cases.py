@@ -30,7 +30,7 @@ from halfbyte_lab.measure.page import write_page
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Session
 from halfbyte_lab.studies import w4a16_splitk
-from halfbyte_lab.suites import section_of
+from halfbyte_lab.suites import QKV, section_of
 
 SMALL = LinearCase(64, 256, "small", rows=(1, 4), few=(1,))
 
@@ -124,7 +124,7 @@ def test_a_layer_is_measured_beside_its_peers() -> None:
     assert ours.peer_seconds == measured[0].seconds
     assert [v.quantity for v in ours.bars] == ["times_4_bit"]
     assert ours.bars[0].value == pytest.approx((measured[1].seconds or 0) / (ours.seconds or 1))
-    rows = linear_targets.table_rows(measured)
+    rows = linear_targets.table(measured)[1]
     assert len(rows) == len(measured)
     assert all(len(row) == len(linear_targets.HEADERS) for row in rows)
 
@@ -224,7 +224,7 @@ def test_the_study_cuts_every_kernel_in_every_way(monkeypatch: pytest.MonkeyPatc
         w4a16_splitk.SAME,
     ]  # the published one needs Triton
     assert measured[0].shape == {"M": 1, "N": 128, "K": 128, "programs": 8, "resident": 2, "SMs": 1}
-    rows = w4a16_splitk.table_rows(measured)
+    rows = w4a16_splitk.table(measured)[1]
     assert [row[:2] for row in rows[:2]] == [("split-k study, 128, 1 row", "halfbyte"), ("split-k study, 128, 3 rows", "halfbyte")]
     assert all(len(row) == len(w4a16_splitk.HEADERS) for row in rows)
     assert rows[0][3] == "4.00"  # 8 programs, 2 at a time on one multiprocessor
@@ -247,7 +247,7 @@ def test_gains_are_of_the_best_cut_over_data_parallel_tiles(monkeypatch: pytest.
     theirs = [dataclasses.replace(r, op=w4a16_splitk.OP) for r in theirs]
     assert w4a16_splitk._by_splits(theirs) == {"8": [(2, 1.25), (4, 1.0), (16, 1.1)]}
     assert "slower in 1 of 1 cases, at most 1.10x (s, 8, 1 row)" in w4a16_splitk.says(theirs)[0]
-    assert w4a16_splitk.table_rows(theirs)[0][9:12] == ("4000000.0", "4400000.0", "0.91x")
+    assert w4a16_splitk.table(theirs)[1][0][9:12] == ("4000000.0", "4400000.0", "0.91x")
     s = quick()
     s.records = measured
     (record,) = w4a16_splitk.SummaryJob().measure(s)
@@ -306,9 +306,9 @@ def test_variants_are_measured_launch_by_launch(monkeypatch: pytest.MonkeyPatch)
     assert measured[0].note.startswith("weights of the shipped model")
     assert measured[0].note.count("dequantize") == 3
     assert measured[3].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[3].seconds or 1))
-    rows = qkv_cases.table_rows(measured)
+    rows = qkv_cases.table(measured)[1]
     assert [row[3] for row in rows] == ["7", "5", "3", "2", "2"]
-    assert qkv_cases.table_rows([dataclasses.replace(measured[3], note=qkv_cases._ORDERS)])[0][3] == "2 + 1"
+    assert qkv_cases.table([dataclasses.replace(measured[3], note=qkv_cases._ORDERS)])[1][0][3] == "2 + 1"
     assert all(len(row) == len(qkv_cases.HEADERS) for row in rows)
     # Seeded mutant: the fused projection takes the scales of q for k.
     monkeypatch.setattr(halfbyte, "qkv_projection", lambda x, w, b, impl: tuple(halfbyte.linear(x, one) * 1.1 for one in w))
@@ -364,7 +364,8 @@ def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(mon
         "28.0",
         "dequantize q, k, v 1.0, product q 5.0, product k 4.0, product v 5.0, attention 6.0",
     )
-    assert qkv_cases.table(told[2:])[0] == [h for h in qkv_cases.HEADERS if "kernels" not in h]
+    ((headers, _),) = QKV.tables(told[2:])
+    assert not any("kernels" in header for header in headers)
 
 
 def test_one_launch_for_three_is_measured() -> None:

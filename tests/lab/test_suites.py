@@ -24,16 +24,13 @@ from halfbyte_lab.baselines import run as run_baselines
 from halfbyte_lab.cases import decode_cases, linear_cases
 from halfbyte_lab.cases.linear_targets import LinearCase
 from halfbyte_lab.measure import decode, linear, records
-from halfbyte_lab.measure import suite as suite_module
 from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.linear import LinearShape
-from halfbyte_lab.measure.precompile import Precompiled
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.report_sections import plain
 from halfbyte_lab.measure.session import Session
-from halfbyte_lab.measure.suite import Suite
 from halfbyte_lab.measure.timing import GRAPHS, MANY_GRAPHS, Effort
 from halfbyte_lab.studies import QUESTIONS, Study
 
@@ -54,12 +51,12 @@ class FakeJob:
         yield Record(self.op, {}, "int4", "halfbyte auto", 1, s.environment, seconds=1e-3, p10=1e-3, p90=1e-3, case=self.name)
 
 
-def suite(jobs: Sequence[FakeJob], name: str, effort: Effort = GRAPHS) -> Suite:
+def suite(jobs: Sequence[FakeJob], name: str, effort: Effort = GRAPHS) -> suites.Suite:
     def says(measured: Sequence[Record]) -> list[str]:
         return [f"{name} has {len(measured)}"]
 
     told = dataclasses.replace(plain("fake"), title=name, says=says)
-    return Suite(lambda _: jobs, told, effort, study=name)
+    return suites.Suite(lambda _: jobs, told, effort, study=name)
 
 
 # -------------------------------------------------------------------------------------------------------------------- suites
@@ -69,7 +66,7 @@ def test_suites_share_a_run_and_are_told_apart(tmp_path: Path, capsys: pytest.Ca
     seen: list[Session] = []
     s = quick(output=tmp_path / "r.jsonl")
     first = suite([FakeJob("a", seen), FakeJob("b", seen, ZeroDivisionError)], "first")
-    suite_module.run(s, [first, suite([FakeJob("c", seen)], "second", MANY_GRAPHS)])
+    suites.run(s, [first, suite([FakeJob("c", seen)], "second", MANY_GRAPHS)])
     assert [(r.case, r.study, bool(r.refused)) for r in s.records] == [
         ("a", "first", False),
         ("b", "first", True),
@@ -90,7 +87,7 @@ def test_suites_share_a_run_and_are_told_apart(tmp_path: Path, capsys: pytest.Ca
 def test_ctrl_c_ends_all_suites_and_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Session] = []
     s = quick()
-    suite_module.run(
+    suites.run(
         s, [suite([FakeJob("a", seen), FakeJob("b", seen, KeyboardInterrupt)], "first"), suite([FakeJob("c", seen)], "second")]
     )
     assert s.interrupted
@@ -105,7 +102,7 @@ def test_a_gpu_that_does_not_answer_ends_all_suites(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Session, "_recovered", lambda _: False)
     seen: list[Session] = []
     s = quick()
-    suite_module.run(s, [suite([FakeJob("a", seen, RuntimeError)], "first"), suite([FakeJob("b", seen)], "second")])
+    suites.run(s, [suite([FakeJob("a", seen, RuntimeError)], "first"), suite([FakeJob("b", seen)], "second")])
     assert s.broken
     assert [r.case for r in s.records] == ["a"]
 
@@ -133,13 +130,13 @@ def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.Monk
         asked.append((len(found), capability, fewest))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(suite_module, "compile_ahead", compiled)
-    jobs = [Suite(one.jobs, one.section, one.effort) for one in suites.every(s)]
-    suite_module.run(s, jobs)
+    monkeypatch.setattr(suites, "compile_ahead", compiled)
+    jobs = [suites.Suite(one.jobs, one.section, one.effort) for one in suites.every(s)]
+    suites.run(s, jobs)
     assert s.interrupted
     assert not s.records
-    assert [(70 < count < 140, *rest) for count, *rest in asked] == [(True, (9, 0), suite_module._WORTH)]
-    precompiled = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, Precompiled)}
+    assert [(70 < count < 140, *rest) for count, *rest in asked] == [(True, (9, 0), suites._WORTH)]
+    precompiled = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, precompile.Precompiled)}
     assert precompiled == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob", "CapacityJob"}
 
 
@@ -156,14 +153,13 @@ def test_a_study_is_told_as_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     seen: list[Session] = []
     study = Study(
         "w4a16-splitk",
-        lambda _: [FakeJob("a", seen)],
         lambda measured: (("x", "y"), [(r.case, "1") for r in measured]),
-        lambda _: [],
-        lambda _: ["One.", "Two."],
+        says=lambda _: ["One.", "Two."],
+        jobs=lambda _: [FakeJob("a", seen)],
     )
     monkeypatch.setattr(suites.studies, "study", lambda _: study)
     s = quick()
-    suite_module.run(s, [suites.study("w4a16-splitk")])
+    suites.run(s, [suites.study("w4a16-splitk")])
     assert s.records[0].study == "w4a16-splitk"
     shown = capsys.readouterr().out
     assert "no GPU here" in shown

@@ -30,6 +30,7 @@ from halfbyte.plans.gemm_mma import BLOCK_BYTES, shares
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_wgmma import wgmma_plan
 from halfbyte.plans.tuning_cache import (
+    VERSION,
     DamagedPlans,
     GemmProblem,
     Table,
@@ -278,15 +279,20 @@ def test_where_plans_are_looked_for(home: Path, monkeypatch: pytest.MonkeyPatch)
         stored_plans()
 
 
+#: What JSON, or Python's reader of it, takes for numbers, and is no time.
+NO_TIMES = ("1" + "0" * 400, "1e999", "-1e999", "NaN", "1" * 5000)
+
+
 def damaged() -> dict[str, str]:
     whole = {"problem": {"op": "linear"}, "choice": asdict(CHOICE), "us": 4.0, "analytic us": 5.0, "date": "2026-11-22"}
-    head = {"halfbyte plans": 1, "gpu": "NVIDIA Imaginary X1", "multiprocessors": 7, "made with": {}}
+    head = {"halfbyte plans": VERSION, "gpu": "NVIDIA Imaginary X1", "multiprocessors": 7, "made with": {}}
     good = {**head, "entries": [whole]}
 
     def with_entry(**changed: Any) -> str:
         return json.dumps({**good, "entries": [{**whole, **changed}]})
 
     return {
+        "": json.dumps(good),
         "empty": "",
         "cut": json.dumps(good)[:-20],
         "no table": "[]",
@@ -300,13 +306,17 @@ def damaged() -> dict[str, str]:
         "fraction": with_entry(choice={**asdict(CHOICE), "tile": 32.5}),
         "true": with_entry(choice={**asdict(CHOICE), "tile": True}),
         "no time": with_entry(us=None),
+        **{f"time {us[:9]}": with_entry().replace('"us": 4.0', f'"us": {us}') for us in NO_TIMES},
+        "brackets": "[" * 200_000,
     }
 
 
-@pytest.mark.parametrize("how", damaged())
+@pytest.mark.parametrize("how", [*damaged()][1:])
 def test_a_damaged_file_is_left_out_with_a_warning(how: str, home: Path) -> None:
     file = own_plans("NVIDIA Imaginary X1")
     file.parent.mkdir(parents=True)
+    file.write_text(damaged()[""])
+    assert len(read(file).entries) == 1
     file.write_text(damaged()[how])
     with pytest.warns(UserWarning, match="measured plans are left out"):
         found = table_of("NVIDIA Imaginary X1", 7)

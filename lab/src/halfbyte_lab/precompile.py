@@ -6,19 +6,23 @@ Nothing is launched and no GPU is needed: a launch on tensors without memory say
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rich.console import Console
 
-from halfbyte.device import DRIVER_SHARED_BYTES, Capability, sm_limits
+from halfbyte.device import DRIVER_SHARED_BYTES, Capability, Device, sm_limits
 from halfbyte.errors import Unsupported, require
-from halfbyte.formats import kv_format
-from halfbyte.plans.decode_problem import DecodeProblem
+from halfbyte.formats import kv_format, weight_format
+from halfbyte.plans.decode_attention import gluon_plan
+from halfbyte.plans.decode_problem import DecodeProblem, dense_problem
 from halfbyte.plans.decode_spec import DecodePlan
 from halfbyte.plans.gemm_plan import GemmPlan
 from halfbyte.plans.gemm_problem import GemmProblem
+from halfbyte.plans.tuning_cache import plan_by_table, table_of
+from halfbyte_lab.measure.decode import DecodeShape, parse_formats
+from halfbyte_lab.measure.session import Session
 from halfbyte_lab.progress import progress
 
 if TYPE_CHECKING:
@@ -146,3 +150,41 @@ def blocks_by_resource(capability: Capability, *, threads: int, registers: int, 
         "threads": sm.threads // threads,
         "resident blocks": sm.blocks,
     }
+
+
+# ------------------------------------------------------------------------------------------------------------ what jobs launch
+
+#: Launches in sequence, and overlapping (PDL): two kernels.
+BOTH = (False, True)
+
+
+@runtime_checkable
+class Precompiled(Protocol):
+    """A job that knows what it launches."""
+
+    def to_compile(self, session: Session) -> Iterable[Pair]:
+        """Problems of the tuned kernels with the plans that they get on this GPU."""
+
+
+def products(
+    device: Device, formats: str, features: Sequence[int], rows: int, width: int, half: str = "bf16", biased: bool = False
+) -> Iterator[Pair]:
+    """x [rows, width] times weights of one format in one launch; `biased`: each with a bias."""
+    problem = GemmProblem(tuple((weight_format(formats), n) for n in features), rows, width, half)
+    for pair in BOTH:
+        plan, _ = plan_by_table(problem, device.gpu, pair, table_of(device.name, device.gpu.num_sms))
+        if not isinstance(plan, str):
+            yield BiasedProblem(*problem) if biased else problem, plan
+
+
+def attention(
+    device: Device, shape: DecodeShape, formats: str, pairs: Sequence[bool] = BOTH, dtype: str = "bf16"
+) -> Iterator[Pair]:
+    """One new token of each sequence over a full cache, which lies as caches are allocated."""
+    s, (keys, values), gpu = shape, parse_formats(formats), device.gpu
+    group = s.q_heads // s.kv_heads
+    problem = dense_problem(dtype, s.batch, s.kv_heads, group, 1, s.dim, s.context, keys.name, values.name)
+    for pair in pairs:
+        plan = gluon_plan(problem, gpu.num_sms, gpu.capability, pair)
+        if not isinstance(plan, str):
+            yield problem, plan

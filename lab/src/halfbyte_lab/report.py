@@ -38,11 +38,8 @@ class Report:
         self._parts: list[str] = []
         self._sections: list[str] = []
 
-    def heading(self, text: str, level: int = 2) -> Report:
-        """A section heading; one of level 2 is listed in the contents."""
-        check(level in (2, 3), f"level={level}; headings have level 2 or 3")
-        if level == 3:
-            return self._add(f"<h3>{_escape(text)}</h3>")
+    def heading(self, text: str) -> Report:
+        """A section heading, which is listed in the contents."""
         self._sections.append(text)
         return self._add(f'<h2 id="section-{len(self._sections)}">{_escape(text)}</h2>')
 

@@ -65,8 +65,8 @@ class CompressedTensors(Adapter):
         if info is not None and info.dtype is torch.int32:
             return self._integers(layer)
         if layer.info("weight_global_scale") is not None:
-            return nvfp4_weight(layer, "weight_packed", "weight_scale", "weight_global_scale", divides=True)
-        return mxfp4_weight(layer, "weight_packed", "weight_scale")
+            return nvfp4_weight(layer, "weight_packed", "weight_global_scale", divides=True)
+        return mxfp4_weight(layer, "weight_packed")
 
     def _integers(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features

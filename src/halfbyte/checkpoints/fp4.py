@@ -20,24 +20,26 @@ from halfbyte.reference.dequantize import e8m0_to_float
 from halfbyte.tensors import QuantTensor
 
 MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
+#: The scales of blocks, as every writer calls them.
+SCALES = "weight_scale"
 
 
-def mxfp4_weight(layer: StoredLayer, codes: str, scales: str) -> QuantTensor:
-    """From the tensors of these names below the layer."""
+def mxfp4_weight(layer: StoredLayer, codes: str) -> QuantTensor:
+    """From the codes of this name below the layer."""
     n, k = _even_blocks(layer, codes, 32)
-    exponents = layer.tensor(scales, (n, k // 32), torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
-    layer.check_scales(scales, e8m0_to_float(exponents), reach_of(MXFP4))
+    exponents = layer.tensor(SCALES, (n, k // 32), torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+    layer.check_scales(SCALES, e8m0_to_float(exponents), reach_of(MXFP4))
     return QuantTensor(MXFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), exponents)
 
 
-def nvfp4_weight(layer: StoredLayer, codes: str, scales: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
+def nvfp4_weight(layer: StoredLayer, codes: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
     """From the tensors of these names below the layer. `divides`: the tensor's scale is the reciprocal of ours."""
     n, k = _even_blocks(layer, codes, 16)
-    block_scales = layer.tensor(scales, (n, k // 16), torch.float8_e4m3fn)
+    block_scales = layer.tensor(SCALES, (n, k // 16), torch.float8_e4m3fn)
     factor = layer.check_scales(tensor_scale, layer.tensor(tensor_scale, (1,), torch.float32), 1)
     if divides:
         factor = layer.check_scales(tensor_scale, 1 / factor, 1)
-    layer.check_scales(scales, block_scales.float() * factor, reach_of(NVFP4))
+    layer.check_scales(SCALES, block_scales.float() * factor, reach_of(NVFP4))
     return QuantTensor(
         NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), block_scales.view(torch.uint8), tensor_scale=factor
     )
@@ -66,7 +68,7 @@ class ModelOpt(Adapter):
     def weight(self, layer: StoredLayer) -> QuantTensor:
         if layer.info("pre_quant_scale") is not None:
             raise Unsupported(f"{layer.name}.pre_quant_scale: a factor of the activations (NVFP4_AWQ), which is not applied here")
-        return nvfp4_weight(layer, "weight", "weight_scale", "weight_scale_2", divides=False)
+        return nvfp4_weight(layer, "weight", "weight_scale_2", divides=False)
 
 
 class Quark(Adapter):
@@ -87,7 +89,7 @@ class Quark(Adapter):
         return MXFP4
 
     def weight(self, layer: StoredLayer) -> QuantTensor:
-        return mxfp4_weight(layer, "weight", "weight_scale")
+        return mxfp4_weight(layer, "weight")
 
 
 class GptOss(Quark):

@@ -33,7 +33,6 @@ class Fp8(Expanded):
     )
     marker = "weight_scale_inv"
     parts: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_inv", "weight_scale")
-    unused: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "k_scale", "v_scale")
     #: Rows and columns of a block; None: there are none.
     block: tuple[int, int] | None = None
 

@@ -33,12 +33,10 @@ from transformers import PreTrainedConfig
 
 from halfbyte.cpu.step import State, state_of
 from halfbyte.errors import warn_once
-from halfbyte.hf.block_loops import BlockLoops
 from halfbyte.hf.cache import PackedCache
-from halfbyte.hf.fused_forms import AddedForms, Form, quantized_layer, whole_rows
-from halfbyte.hf.fused_parts import Tables, fused_part
+from halfbyte.hf.fused_forms import AddedForms, Form, all_agree, all_reduce_of, partial_layer, quantized_layer, whole_rows
+from halfbyte.hf.fused_parts import BlockLoops, Tables, fused_part
 from halfbyte.hf.model_support import CACHE, blocks, half_type, text_config
-from halfbyte.hf.ranks import all_agree, all_reduce_of, partial_layer
 from halfbyte.hf.routers import Routers
 from halfbyte.hf.structure import (
     Call,

@@ -1,5 +1,9 @@
 """Modules of a decoder block in few launches: attention and gated MLPs in a fused form, where it gives the numbers of their own;
-recurrences are in `fused_recurrence.py`."""
+recurrences are in `fused_forms.py`.
+
+On a CPU a step of one token a sequence, of a block of attention and gated MLPs, all quantized, is one of compiled loops.
+Any other step, and any error, is that of the ops one by one.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from halfbyte.errors import HalfbyteError
-from halfbyte.hf.attention import Attended, attention
-from halfbyte.hf.fused_forms import AsItIs, Form, layers_of, project, quantized_layer
-from halfbyte.hf.fused_recurrence import Recurrence, recurrences, recurs_alike
+from halfbyte.cache import KVCache
+from halfbyte.cpu import step as loops
+from halfbyte.cpu.derived import Derived
+from halfbyte.hf.attention import Attended, attention, sees_all
+from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.fused_forms import (
+    AsItIs,
+    Compared,
+    Form,
+    Recurrence,
+    alike,
+    layers_of,
+    project,
+    quantized_layer,
+    recurred,
+    recurrences,
+    whole,
+)
 from halfbyte.hf.model_support import CACHE
 from halfbyte.hf.routers import Routers
-from halfbyte.hf.structure import SCALES, Part, Reading, close, signature
+from halfbyte.hf.structure import SCALES, Part, Reading, signature
 from halfbyte.kv_buffer import HeadNorms, Rope, RopeLike
 from halfbyte.ops.block import gated, norm_rows
 from halfbyte.ops.block_linear import Rows, gated_projection, halves
@@ -45,13 +63,8 @@ def fused_part(
     likely = [forms[i] for i in (known.get(key),) if i is not None and i < len(forms)]
     for i, form in enumerate([*likely, *forms]):
         again = i < len(likely)
-        if isinstance(form, Heads):
-            agrees = partial(_attends_alike, form, part, number, steps, again)
-        elif isinstance(form, Recurrence):
-            agrees = partial(recurs_alike, form, part, number, steps, again)
-        else:
-            agrees = partial(_maps_alike, form, part, again)
-        if agrees():
+        pairs: Compared = _attended if isinstance(form, Heads) else recurred if isinstance(form, Recurrence) else _mapped
+        if (agrees := partial(alike, pairs, form, part, number, steps, again))():
             repeats.append(agrees)
             known[key] = forms.index(form)
             return form
@@ -88,20 +101,14 @@ class GatedMlp:
         return gated_projection(x, weights, biases, self.activation), self.last
 
 
-def _maps_alike(form: Form, part: Part, again: bool) -> bool:
-    """Whether a fused MLP gives what the family's own gave in the step; unless `again`, for a larger input as well."""
+def _mapped(
+    form: GatedMlp, part: Part, number: int, steps: tuple[Reading, Reading], again: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The result of a fused MLP and that of the family's own in the step; unless `again`, for a larger input as well."""
     call, own = part.call, AsItIs(part)
     for scale in SCALES[:1] if again else SCALES:
         x = call.x * scale
-        expected = call.y if scale == 1 else own(x, {source: call.kwargs.get(name) for name, source in part.renames.items()})[0]
-        try:
-            y, last = form(x, call.kwargs)
-            y = y if last is None else last(y)
-        except (RuntimeError, ValueError, AttributeError, HalfbyteError):  # shapes that do not belong together
-            return False
-        if not close(y, expected):
-            return False
-    return True
+        yield whole(form, x, call.kwargs), call.y if scale == 1 else whole(own, x, part.block_of(call))
 
 
 # ----------------------------------------------------------------------------------------------------------------- attention
@@ -223,30 +230,106 @@ class _Twin:
         return self.layer.update(k, v, **rotated)
 
 
-def _attends_alike(form: Heads, part: Part, number: int, steps: tuple[Reading, Reading], again: bool) -> bool:
-    """Whether a fused attention layer gave attention the queries and values of the family's own in both steps, and its result.
+def _attended(
+    form: Heads, part: Part, number: int, steps: tuple[Reading, Reading], again: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Queries and values that a fused layer gave attention in both steps, and its result, with those of the family's own.
 
-    Unless `again`, queries and values of a larger input are compared as well.
+    Unless `again`, queries and values of a larger input as well.
     """
     twin, source = steps[0].twin.layers[form.number], form.sources[CACHE]
 
     def given(run: Form, step: Reading, scale: float) -> list[torch.Tensor]:
         """Queries, values and the result, over a cache that holds what came before the first step."""
-        call = next(call for call in step.blocks[number] if call.module is part.call.module)
-        block = {own: call.kwargs.get(name) for name, own in part.renames.items()}
+        call = part.call_in(step, number)
         lengths, twin.calls = twin.kv.lengths.clone(), []
         try:
-            y, last = run(call.x * scale, {**block, source: _Twin(twin)})
+            y = whole(run, call.x * scale, {**part.block_of(call), source: _Twin(twin)})
         finally:
             twin.kv.crop(lengths)
-        return [twin.calls[0].q, twin.calls[0].v, y if last is None else last(y)]
+        return [twin.calls[0].q, twin.calls[0].v, y]
 
     near, far = steps
-    try:
-        pairs = [*zip(given(form, near, 1.0), (*near.attended[number][0][1:4:2], part.call.y), strict=True)]
-        pairs += zip(given(form, far, 1.0), far.attended[number][0][1:4:2], strict=False)
-        if all(close(*pair) for pair in pairs) and not again:
-            pairs += [*zip(given(form, near, SCALES[1]), given(AsItIs(part), near, SCALES[1]), strict=True)][:2]
-    except (RuntimeError, ValueError, AttributeError, HalfbyteError):  # shapes that do not belong together
-        return False
-    return all(close(*pair) for pair in pairs)
+    yield from zip(given(form, near, 1.0), (*near.attended[number][0][1:4:2], part.call.y), strict=True)
+    yield from zip(given(form, far, 1.0), far.attended[number][0][1:4:2], strict=False)
+    if not again:
+        yield from zip(given(form, near, SCALES[1])[:2], given(AsItIs(part), near, SCALES[1])[:2], strict=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------- compiled loops
+
+#: A branch of a fused block: its form, the norm behind it and the one behind the sum.
+Branch = tuple[Form, Norm | None, Norm | None]
+
+
+class BlockLoops:
+    """Steps of a block, one for each cache."""
+
+    def __init__(self, branches: Sequence[Branch], multiplier: float) -> None:
+        self.branches, self.multiplier = branches, multiplier
+        heads = [form for form, *_ in branches if isinstance(form, Heads)]
+        is_known = all(isinstance(form, Heads | GatedMlp) and after is None for form, after, _ in branches)
+        self.heads = heads[0] if is_known and len(heads) == 1 and _is_plain(heads[0]) else None
+        forms: list[Any] = [form for form, *_ in branches]
+        layers = [layer for form in forms for layer in (*form.layers, form.last)] if self.heads else []
+        if not all(quantized_layer(layer) and layer.parallel_style is None for layer in layers):
+            self.heads = None
+        self.parameters = [layer._parameters for layer in layers]
+        norms = [before.weight for *_, before in branches if before is not None]
+        self.norms = [*norms, *(norm.weight for norm in (self.heads.norms if self.heads else ()))]
+        self.steps: Derived[loops.BlockStep | None] = Derived(self._step)
+
+    def __call__(self, state: loops.State, block: dict[str, Any]) -> loops.State | None:
+        """The state behind the block; None, and nothing has changed, where the loops do not run."""
+        heads, hidden = self.heads, state.hidden
+        if heads is None:
+            return None
+        cache, mask = block[heads.sources[CACHE]], block.get(heads.sources.get("attention_mask", ""))
+        if not isinstance(cache, PackedCache):
+            return None
+        starts = None
+        if mask is not None:
+            if mask.dtype is not torch.int32 or mask.shape != (len(hidden), 1, 1, 1):
+                return None
+            starts = mask.view(-1)
+        new: loops.State | None = cache.step(heads.number, partial(self._run, state, block, starts))
+        return new
+
+    def _run(self, state: loops.State, block: dict[str, Any], starts: torch.Tensor | None, kv: KVCache) -> loops.State | None:
+        parts = [t for own in self.parameters for t in own.values() if t is not None]
+        step = self.steps(kv, [*parts, *self.norms], copies=True)
+        if step is None:
+            return None
+        rope, heads = None, self.heads
+        if heads is not None and heads.rotation is not None:
+            source, half, interleaved = heads.rotation
+            rope = heads.tables(block[source], len(state.hidden), half, interleaved)
+        return step(state, rope, starts)
+
+    def _step(self, kv: KVCache) -> loops.BlockStep | None:
+        try:
+            return loops.BlockStep([self._branch(*branch) for branch in self.branches], self.multiplier, kv)
+        except loops.Unfit:
+            return None
+
+    def _branch(self, form: Any, after: Norm | None, before: Norm | None) -> loops.Branch:
+        last = _layers([form.last])
+        if isinstance(form, GatedMlp):
+            gate_up = _layers(form.layers)
+            if len(form.layers) == 1 and gate_up.weights[0].nested is None and gate_up.weights[0].perm is None:
+                gate_up = loops.Layers(*halves(gate_up.weights[0], gate_up.biases[0]))
+            return loops.Branch(loops.Gated(gate_up, form.activation), last, before)
+        options, norms = form.options, form.by_head
+        scale, sinks = options["scaling"], options["s_aux"]
+        scale = (form.sizes[0] // form.heads[0]) ** -0.5 if scale is None else scale
+        sinks = None if sinks is None else sinks.detach().float()
+        return loops.Branch(loops.Heads(_layers(form.layers), norms, scale, options["softcap"], sinks), last, before)
+
+
+def _is_plain(heads: Heads) -> bool:
+    """Whether an attention layer sees all tokens, with no norms but those of heads, and no gates."""
+    return not heads.gates and (not heads.norms or heads.by_head is not None) and sees_all(heads.module, heads.options)
+
+
+def _layers(layers: Sequence[Any]) -> loops.Layers:
+    return loops.Layers([layer.weight for layer in layers], [layer.bias for layer in layers])

@@ -29,8 +29,7 @@ from halfbyte.errors import InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
-from halfbyte.hf.model_support import CACHE, learned_positions, text_config
-from halfbyte.hf.ranks import ranks_of
+from halfbyte.hf.model_support import CACHE, learned_positions, ranks_of, text_config
 from halfbyte.hf.recorded_step import (
     MOST_DRAFTS,
     Forward,

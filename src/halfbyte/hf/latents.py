@@ -52,13 +52,6 @@ class LatentLayer(PackedLayer):
                 old.copy_(new)
 
 
-def _takes_step(layer: Any) -> bool:
-    """Whether the next token of each sequence is stored as it is, and reads all before it as they are stored."""
-    is_plain = type(layer.kv) is KVCache and layer.sliding is None and layer.transform is None and not layer.rotate_values
-    waits = layer.drafts is None and layer.chunk is None and layer.latent_heads is None and layer.calls is None
-    return is_plain and waits and not layer.is_empty
-
-
 @torch.no_grad()
 def heads_of(module: Any, rank: int, rotary_dims: int, like: torch.Tensor, is_rotated: bool) -> LatentHeads:
     """What a module multiplies latents of `rank` dims by, in the dtype of `like`: its `expand_kv` of unit latents.

@@ -89,6 +89,11 @@ def inner_model(model: Any) -> Any:
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
+def ranks_of(model: Any) -> int:
+    """Ranks that share each layer; 1 without tensor parallelism."""
+    return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+
+
 #: The entry of a decoder's configuration with the scales of keys and values that its checkpoint stores, and the KV format of them.
 KV_SCALES = "halfbyte_kv_scales"
 

@@ -24,9 +24,9 @@ from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.mixtures import SortedExperts, use_experts
+from halfbyte.hf.model_support import ranks_of
 from halfbyte.hf.quantization_config import HalfbyteConfig, keep_names
 from halfbyte.hf.quantize_model import Quantization, check_options, quantize, reports_footprint
-from halfbyte.hf.ranks import ranks_of
 from halfbyte.hf.weights import (
     Target,
     quantized,

@@ -19,8 +19,7 @@ from transformers import GenerationConfig
 
 from halfbyte.errors import Unsupported, check, warn_once
 from halfbyte.hf.fused_blocks import fused_without_kernels, with_blocks
-from halfbyte.hf.model_support import CACHE, blocks
-from halfbyte.hf.ranks import ranks_of
+from halfbyte.hf.model_support import CACHE, blocks, ranks_of
 from halfbyte.hf.recorded_step import MOST_PROMPT, prompt_bucket, release
 from halfbyte.hf.structure import Survey, signature, survey
 from halfbyte.nn import QuantLayer

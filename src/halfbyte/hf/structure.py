@@ -67,6 +67,14 @@ class Part(NamedTuple):
     renames: dict[str, str]
     constants: dict[str, Any]
 
+    def block_of(self, call: Call) -> dict[str, Any]:
+        """The arguments of the block in a call of the module, as far as they are those of the call."""
+        return {own: call.kwargs.get(name) for name, own in self.renames.items()}
+
+    def call_in(self, step: Reading, number: int) -> Call:
+        """The call of the module in a step, within layer `number`."""
+        return next(call for call in step.blocks[number] if call.module is self.call.module)
+
 
 class Branch(NamedTuple):
     """A branch of a block: the norms around it, None where there is none, and modules, whose results are added up."""

@@ -16,7 +16,7 @@ from halfbyte.ops._decode_in_torch import Results
 from halfbyte.ops._library import can_bypass_dispatcher, kernel_level
 from halfbyte.ops.decode_attention import attend, check_out, options_of, put_into
 from halfbyte.ops.merge_states import merged
-from halfbyte.reference import merge as reference
+from halfbyte.reference import attention as reference
 
 
 class ExactTokens(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import check
 from halfbyte.ops._library import can_bypass_dispatcher, level
-from halfbyte.reference import merge as reference
+from halfbyte.reference import attention as reference
 
 #: Dtypes that the kernel reads; it sums in fp32.
 _KNOWN = (torch.float16, torch.bfloat16, torch.float32)

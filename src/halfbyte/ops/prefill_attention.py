@@ -15,7 +15,7 @@ from halfbyte.ops.merge_states import merged
 from halfbyte.plans.decode_attention import MOST_NUMBERS
 from halfbyte.plans.decode_shapes import MOST_ROWS
 from halfbyte.plans.prompts import bucket
-from halfbyte.reference import merge as reference
+from halfbyte.reference import attention as reference
 from halfbyte.tensors import LatentHeads
 
 

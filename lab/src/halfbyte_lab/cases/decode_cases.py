@@ -15,22 +15,17 @@ from functools import partial
 import torch
 
 from halfbyte.plans import plan
+from halfbyte_lab import precompile
 from halfbyte_lab.cases import targets
 from halfbyte_lab.cases.chain import ChainTimes, blank, refused_record, time_chain, with_times
+from halfbyte_lab.cases.decode_variants import fastest
 from halfbyte_lab.cases.targets import Figures, Target, formats_of, judge, targets_of
-from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.caches import DecodeCase, Inputs, Promise, Rotation, fill, given, held_by
 from halfbyte_lab.measure.decode import attend, sdpa_variants
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session
-from halfbyte_lab.measure.timing import (
-    NOT_CAPTURED,
-    Work,
-    fixed_threads,
-    is_cold,
-)
+from halfbyte_lab.measure.timing import NOT_CAPTURED, Work, fixed_threads, is_cold
 from halfbyte_lab.measure.trials import Trial
-from halfbyte_lab.precompile import Pair
 
 #: On a GPU one pass over a rotation reads at least so much, about a millisecond, with no more than `_MOST` copies.
 _PASS_BYTES, _MOST = 4 * 10**9, 128
@@ -65,7 +60,7 @@ class AttentionJob:
     def name(self) -> str:
         return self.problem.name
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """Every format, where memory is laid out as caches allocate it."""
         if self.problem.layout == "heads first":
             for formats in self.formats:
@@ -85,8 +80,7 @@ class AttentionJob:
             yield from [refused_record(session, self.problem, f, impl, error) for f, impl in selection]
             return
         yield from peers
-        rivals = [r for r in peers if r.seconds and NOT_CAPTURED not in r.method]
-        peer = min(rivals, key=lambda r: r.seconds or 0.0) if rivals else None
+        peer = fastest(peers)
         for formats, impl in selection:
             wanted_bars = targets_of(self.name, formats)
             even = None
@@ -132,9 +126,6 @@ def measure_ours(session: Session, inputs: Inputs, formats: str, impl: str) -> R
         times = time_chain(session, rotation, partial(attend, inputs.q, impl=impl), inputs.last(), promise)
     times.note += "" if is_cold(len(rotation.caches), nbytes, session.device.cache_bytes) else "partly from cache; "
     return with_times(session, record, accuracy, times)
-
-
-# --------------------------------------------------------------------------------------------------------------- the chain
 
 
 # ------------------------------------------------------------------------------------------------------------------- peers

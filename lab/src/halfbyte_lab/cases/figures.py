@@ -10,10 +10,6 @@ from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.figures import by_size, rooflines, speedups, times_16_bit
 from halfbyte_lab.measure.records import Record
 
-SIXTEEN = ("bf16", "fp16")
-_FASTEST = "fastest 16 bits"
-#: Cases that have a chart each.
-_CASES = 12
 #: What the note of a record begins its list of launches with: "naive, us a launch: attention 7.1, ...".
 _LAUNCHES = "us a launch: "
 

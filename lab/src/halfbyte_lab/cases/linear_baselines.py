@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import halfbyte
 from halfbyte.packing import unpack_codes
 from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
-from halfbyte_lab.baselines.dequantize import dequantize_rows
 from halfbyte_lab.cases.linear_targets import INT4, PUBLISHED
 from halfbyte_lab.cases.literature import code_of
 from halfbyte_lab.measure.checks import Accuracy
@@ -80,8 +80,7 @@ def low_bit(weight: QuantTensor, copies: Callable[[int], int]) -> list[LinearBas
 
 def tinygemm(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline:
     """torch's own int4 product: W = (q - 8) s + z with s and z in bf16, here z = 0."""
-    assert weight.scales is not None
-    q, s = unpack_codes(weight.codes, 4), weight.scales.bfloat16()  # [N, K], [N, G]
+    q, (s, values) = unpack_codes(weight.codes, 4), int4_values(weight)
     scales = torch.stack([s, torch.zeros_like(s)], -1).transpose(0, 1).contiguous()  # [G, N, 2]
     if weight.device.type == "cuda":
         packed = torch.ops.aten._convert_weight_to_int4pack(((q[:, ::2] << 4) | q[:, 1::2]).contiguous(), 8)
@@ -92,7 +91,6 @@ def tinygemm(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaselin
     group = weight.format.group_size(weight.shape[1])
     nbytes = packed.nbytes + scales.nbytes
     pairs = [(packed.clone(), scales.clone()) for _ in range(copies(nbytes))]
-    values = (q.float() - 8) * s.float().repeat_interleave(group, 1)
     return LinearBaseline(TINYGEMM, "int4", nbytes, [partial(_tinygemm, run, group, *pair) for pair in pairs], values)
 
 
@@ -162,6 +160,20 @@ def expanded(rotation: Sequence[QuantTensor]) -> LinearBaseline:
 def _expanded(weight: QuantTensor, buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     dequantize_rows([weight], buffer)
     return F.linear(x, buffer)
+
+
+def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: int = 0) -> None:
+    """out [rows, K], fp16 or bf16: rows first, first + 1, ... of one to three weights [N, K], one below the other; in one launch.
+
+    The bits are those of `halfbyte.dequantize`, which runs on a CPU. The last axis of `out` is dense. Formats may differ.
+    """
+    if out.device.type == "cpu":
+        out.copy_(torch.cat([halfbyte.dequantize(w, out.dtype) for w in weights])[first : first + len(out)])
+        return
+    from halfbyte.kernels.dequantize import launch
+
+    with torch.cuda.device_of(out):
+        launch(weights, out, first)
 
 
 def judged_loosely(values: torch.Tensor, x: torch.Tensor) -> Judge:

@@ -16,17 +16,16 @@ import torch
 import halfbyte
 from halfbyte.plans import plan
 from halfbyte.tensors import QuantTensor
+from halfbyte_lab import precompile
 from halfbyte_lab.cases import linear_baselines, literature
 from halfbyte_lab.cases.linear_baselines import EXPANDED, Judge, LinearBaseline
 from halfbyte_lab.cases.linear_targets import INT4, LAYERS, PUBLISHED, QUICK_LAYERS, QUICK_ROWS, LinearCase, targets_of
 from halfbyte_lab.cases.targets import Figures, judge
-from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.linear import copies_of, promise
 from halfbyte_lab.measure.records import Record, with_timing
 from halfbyte_lab.measure.session import Job, Session, reason
 from halfbyte_lab.measure.timing import NOT_CAPTURED, Work, fixed_threads
 from halfbyte_lab.measure.trials import Outcome, Trial, one_by_one
-from halfbyte_lab.precompile import Pair
 
 #: Copies of a weight at least, however large it is.
 _FEWEST = 4
@@ -82,7 +81,7 @@ class LayerJob:
     def _wants(self, session: Session, rows: int, formats: str, impl: str) -> bool:
         return session.wants(self.layer.case(rows), formats, f"halfbyte {impl}")
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """Every format with every number of rows."""
         for rows, pairs in self.wanted(session).items():
             for formats in dict.fromkeys(f for f, impl in pairs if impl != "triton"):

@@ -116,13 +116,8 @@ QUOTED = "fastest quoted, other run"
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """The rows under their headers."""
-    return HEADERS, table_rows(measured)
-
-
-def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row for each record, peers included; several bars of one record lie on several lines."""
-    return [_row(r) for r in measured if r.case and r.op == "linear"]
+    return HEADERS, [_row(r) for r in measured if r.case and r.op == "linear"]
 
 
 def _row(r: Record) -> tuple[str, ...]:

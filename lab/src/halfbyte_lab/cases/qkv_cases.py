@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import halfbyte
 from halfbyte.plans import plan
+from halfbyte_lab import precompile
 from halfbyte_lab.cases import qkv_layers
 from halfbyte_lab.cases.linear_targets import INT4
 from halfbyte_lab.cases.qkv_layers import (
@@ -35,7 +36,6 @@ from halfbyte_lab.cases.qkv_layers import (
     Weights,
 )
 from halfbyte_lab.cases.targets import Target, judge, verdict_text
-from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte_lab.measure.cupti import Calls, Kernel, seconds_of
 from halfbyte_lab.measure.linear import promise as promise_of_linear
@@ -54,7 +54,6 @@ from halfbyte_lab.measure.timing import (
     summary,
 )
 from halfbyte_lab.measure.trials import Outcome, Trial
-from halfbyte_lab.precompile import Pair
 
 OP, FUSED_OP = "qkv variants", "qkv projection"
 FORMATS, FUSED_FORMATS, FUSED_ROWS = ("mxfp4", "nf4", "nvfp4"), (INT4, "nf4", "mxfp4", "nvfp4"), (1, 4, 16)
@@ -93,7 +92,7 @@ class VariantsJob:
     def name(self) -> str:
         return self.given.shape.name
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """The fused projection of the two-kernel variant."""
         s, half = self.given.shape, "fp16" if self.given.shape.dtype == torch.float16 else "bf16"
         for fmt in self.formats if self.impl != "triton" else ():
@@ -264,7 +263,7 @@ class FusedJob:
         """ "q, k, v of a Llama-3-8B layer, 1 row"."""
         return f"{self.name}, {rows} row{'s' * (rows > 1)}"
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """All weights in one launch, and each in its own."""
         selection = [(m, fmt) for fmt in self.formats for m in self.rows if session.wants(self.case(m), fmt, ONE)]
         for rows, fmt in selection if self.impl != "triton" else ():
@@ -343,23 +342,15 @@ def _fused_record(r: Record, alone: Outcome, chained: Outcome, warm: str) -> Rec
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-_TRACED = ("us of kernels", "us of each launch's kernels, in place")
 HEADERS = (
-    *("case", "format", "variant", "launches", "us alone", "us chained", _TRACED[0], "x naive, or three"),
-    *("us of each launch", _TRACED[1], "verdict"),
+    *("case", "format", "variant", "launches", "us alone", "us chained", "us of kernels", "x naive, or three"),
+    *("us of each launch", "us of each launch's kernels, in place", "verdict"),
 )
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """The rows under their headers; columns of kernels where some were traced."""
-    has_kernels = any(r.kernel_seconds for r in measured)
-    columns = [i for i, header in enumerate(HEADERS) if has_kernels or header not in _TRACED]
-    return [HEADERS[i] for i in columns], [[row[i] for i in columns] for row in table_rows(measured)]
-
-
-def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row for each variant on each layer and format, and for each way to compute q, k and v."""
-    return [_row(r) for r in measured if r.op in (OP, FUSED_OP) and r.implementation]
+    return HEADERS, [_row(r) for r in measured if r.op in (OP, FUSED_OP) and r.implementation]
 
 
 def _row(r: Record) -> tuple[str, ...]:

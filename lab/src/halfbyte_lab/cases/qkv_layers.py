@@ -22,7 +22,7 @@ import halfbyte
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
 from halfbyte.paths import shipped_model
 from halfbyte.tensors import QuantTensor
-from halfbyte_lab.baselines.dequantize import dequantize_rows
+from halfbyte_lab.cases.linear_baselines import dequantize_rows
 from halfbyte_lab.extract import Projections
 from halfbyte_lab.measure.checks import Accuracy, timed_attention_accuracy
 

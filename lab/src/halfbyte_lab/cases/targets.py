@@ -8,43 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from halfbyte_lab.measure.caches import EVENLY, DecodeCase
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.records import Record, Verdict
 from halfbyte_lab.measure.tables import Table, us
 
-Quantity = Literal[
-    "roof_share",
-    "times_16_bit",
-    "seconds",
-    "times_even",
-    "over_copy",
-    "over_launch",
-    "times_4_bit",
-    "times_quoted",
-    "share_of_int4",
-    "over_expanded",
-    "times_published",
-    "gain",
-    "peak_gain",
-    "times_three",
-    "times_naive",
-]
-#: What was measured of a case, as far as it could be.
-Figures = Mapping[Quantity, float | None]
-
-#: Quantities that must reach their bound; the others must not exceed it.
-AT_LEAST: tuple[Quantity, ...] = (
-    *("roof_share", "times_16_bit", "times_4_bit", "times_quoted", "share_of_int4"),
-    *("times_published", "gain", "peak_gain", "times_three", "times_naive"),
-)
+#: How a bar of each quantity is said, and in what unit: "%", "x" or "us". "at least": the quantity must reach its bound; the others
+#: must not exceed it.
+QUANTITIES: dict[str, tuple[str, str]] = {
+    "roof_share": ("at least {} of roofline", "%"),
+    "times_16_bit": ("at least {} 16 bits", "x"),
+    "seconds": ("at most {}", "us"),
+    "times_even": ("at most {} even", "x"),
+    "over_copy": ("copy + {}", "us"),
+    "over_launch": ("launch + {}", "us"),
+    "times_4_bit": ("at least {} 4-bit baselines", "x"),
+    "times_quoted": ("at least {} quoted", "x"),
+    "share_of_int4": ("at least {} of int4's share", "%"),
+    "over_expanded": ("at most {} dequantize, then cuBLAS", "x"),
+    "times_published": ("at least {} the published kernel", "x"),
+    "gain": ("at least {} data-parallel, in the mean", "x"),
+    "peak_gain": ("at least {} data-parallel, at best", "x"),
+    "times_three": ("at least {} three launches", "x"),
+    "times_naive": ("at least {} naive", "x"),
+}
+#: What was measured of a case, as far as it could be, by quantity.
+Figures = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What one case must reach in one format: at least `bound`, or at most (see `AT_LEAST`).
+    """What one case must reach in one format: at least `bound`, or at most (see `QUANTITIES`).
 
     roof_share    share of the read roofline at the same number of bytes
     times_16_bit  how many times faster than torch's fastest 16-bit attention, or linear layer, on the same case
@@ -67,7 +62,7 @@ class Target:
 
     case: str
     formats: str
-    quantity: Quantity
+    quantity: str
     bound: float
 
 
@@ -77,7 +72,7 @@ def judge(bars: Sequence[Target], figures: Figures) -> tuple[Verdict, ...]:
     def met(bar: Target, value: float | None) -> bool:
         if value is None:
             return False
-        return value >= bar.bound if bar.quantity in AT_LEAST else value <= bar.bound
+        return value >= bar.bound if QUANTITIES[bar.quantity][0].startswith("at least") else value <= bar.bound
 
     values = [(bar, figures.get(bar.quantity)) for bar in bars]
     return tuple(Verdict(bar.quantity, bar.bound, value, met(bar, value)) for bar, value in values)
@@ -139,7 +134,7 @@ PROBLEMS: tuple[DecodeCase, ...] = (
 )
 
 
-def _three(formats: str, quantity: Quantity, *bounds: float) -> list[Target]:
+def _three(formats: str, quantity: str, *bounds: float) -> list[Target]:
     """Bars at T=8,192 and batch 512, 128 and 32, as many as there are bounds."""
     batches = (512, 128, 32)[: len(bounds)]
     return [Target(_one_head(batch).name, formats, quantity, bound) for batch, bound in zip(batches, bounds, strict=True)]
@@ -182,13 +177,8 @@ HEADERS = ("case", "format", "MB", "us alone", "us paired", "GB/s", "of roofline
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """The rows under their headers."""
-    return HEADERS, table_rows(measured)
-
-
-def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row for each record of a case of attention, 16-bit peers included; several bars of one record lie on several lines."""
-    return [_row(r) for r in measured if r.case and r.op in OPS]
+    return HEADERS, [_row(r) for r in measured if r.case and r.op in OPS]
 
 
 def _row(r: Record) -> tuple[str, ...]:
@@ -207,29 +197,9 @@ def _row(r: Record) -> tuple[str, ...]:
     )
 
 
-#: How a bar of each quantity is said, and in what unit: "%", "x" or "us".
-_WORDS: dict[str, tuple[str, str]] = {
-    "roof_share": ("at least {} of roofline", "%"),
-    "times_16_bit": ("at least {} 16 bits", "x"),
-    "seconds": ("at most {}", "us"),
-    "times_even": ("at most {} even", "x"),
-    "over_copy": ("copy + {}", "us"),
-    "over_launch": ("launch + {}", "us"),
-    "times_4_bit": ("at least {} 4-bit baselines", "x"),
-    "times_quoted": ("at least {} quoted", "x"),
-    "share_of_int4": ("at least {} of int4's share", "%"),
-    "over_expanded": ("at most {} dequantize, then cuBLAS", "x"),
-    "times_published": ("at least {} the published kernel", "x"),
-    "gain": ("at least {} data-parallel, in the mean", "x"),
-    "peak_gain": ("at least {} data-parallel, at best", "x"),
-    "times_three": ("at least {} three launches", "x"),
-    "times_naive": ("at least {} naive", "x"),
-}
-
-
 def bound_text(v: Verdict) -> str:
     """The bar in words."""
-    words, unit = _WORDS[v.quantity]
+    words, unit = QUANTITIES[v.quantity]
     bound = {"%": f"{100 * v.bound:.0f} %", "x": f"{v.bound:g}x", "us": f"{1e6 * v.bound:g} us"}[unit]
     return words.format(bound)
 
@@ -238,7 +208,7 @@ def verdict_text(v: Verdict) -> str:
     """ "met: 95.1 %", "missed: 14.2 us (by 9 %)": what was measured, and how far a missed bar is, in parts of the bar."""
     if v.value is None:
         return "not measured"
-    unit = _WORDS[v.quantity][1]
+    unit = QUANTITIES[v.quantity][1]
     value = {"%": f"{100 * v.value:.1f} %", "x": f"{v.value:.2f}x", "us": f"{1e6 * v.value:.1f} us"}[unit]
     return f"met: {value}" if v.met else f"missed: {value} (by {100 * abs(v.value / v.bound - 1):.0f} %)"
 

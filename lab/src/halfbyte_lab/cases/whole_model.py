@@ -21,15 +21,14 @@ import torch.distributed as dist
 
 from halfbyte.device import Device
 from halfbyte.ops.all_reduce import AllReduce, of_all
+from halfbyte_lab import precompile
 from halfbyte_lab.cases.rank import LLAMA_2_70B, NOT_HELD, PLAIN, Entry, Made, Model, Rank, Step, StepCase, entries, first_of_ranks
-from halfbyte_lab.measure import precompile
 from halfbyte_lab.measure.caches import Promise, Rotation, held_by, sequences
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.records import Record, with_timing
 from halfbyte_lab.measure.session import Job, Options, Session, reason
 from halfbyte_lab.measure.timing import MANY_GRAPHS, NOT_CAPTURED, Sampler, Work, make_sampler, summary
-from halfbyte_lab.precompile import Pair
 
 T = TypeVar("T")
 OP = "decode-70b, all ranks"
@@ -83,7 +82,7 @@ class RanksJob:
             if selection := _wanted(session, case_name(batch, context, self.ranks)):
                 yield batch, context, selection
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """Our attention, launches overlapping."""
         for batch, context, selection in self._wanted(session):
             shape = self.model.shared(self.ranks).shape(batch, context)

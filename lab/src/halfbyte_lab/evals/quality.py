@@ -64,15 +64,10 @@ class Setting(CacheSettings):
         return cls(dtype, dtype, dtype=dtype, own=True)
 
     @classmethod
-    def of_plan(cls, plan: CachePlan, weights: str | None = None, dtype: str = "bf16", exact: tuple[int, int] = (0, 0)) -> Setting:
+    def of_plan(cls, plan: CachePlan, dtype: str = "bf16", exact: tuple[int, int] = (0, 0)) -> Setting:
         """The cache of a plan, with sink and recent tokens of its own or, where it has none, `exact`."""
         sinks, recent = plan.exact_tokens(exact)
-        rest: dict[str, Any] = {
-            "weights": weights,
-            "dtype": dtype,
-            "plan": f"plan, {plan.bits:.2f} bits",
-            "calibration": plan.calibration or None,
-        }
+        rest: dict[str, Any] = {"dtype": dtype, "plan": f"plan, {plan.bits:.2f} bits", "calibration": plan.calibration or None}
         return cls(plan.keys, plan.values, plan.rotate_keys, sink_tokens=sinks, recent_tokens=recent, **rest)
 
     @classmethod

@@ -112,8 +112,8 @@ def plain_logs(ax: Any) -> None:
             axis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text.format(value)))
 
 
-def frame(ax: Any, x_label: str, y_label: str, legend: bool) -> None:
-    """Labels, spines, ticks and grid of a chart, and the legend below it."""
+def frame(ax: Any, x_label: str, y_label: str, columns: int = 0) -> None:
+    """Labels, spines, ticks and grid of a chart, and the legend below it in at most so many columns; 0: none."""
     plain_logs(ax)
     ax.set_xlabel(x_label, color=QUIET, fontsize=10.5)
     ax.set_ylabel(y_label, color=QUIET, fontsize=10.5)
@@ -122,8 +122,9 @@ def frame(ax: Any, x_label: str, y_label: str, legend: bool) -> None:
     ax.tick_params(which="both", color=LINE, labelcolor=QUIET, labelsize=10)
     ax.grid(color=LINE, lw=0.6, alpha=0.7)
     ax.set_axisbelow(True)
-    if legend:
-        legend_below(ax.figure, *ax.get_legend_handles_labels())
+    if columns:
+        handles, labels = ax.get_legend_handles_labels()
+        legend_below(ax.figure, handles, labels, columns)
 
 
 #: Points of a legend's entry beside its label, of a character, and of a chart's width: browsers' fonts may be wider than ours.
@@ -136,7 +137,7 @@ def _fits(labels: Sequence[str], rows: int) -> bool:
     return sum(_ENTRY + _CHARACTER * max(map(len, column)) for column in columns) <= _LEGEND
 
 
-def legend_below(fig: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 5) -> None:
+def legend_below(fig: Any, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
     """Below the plot, where it can hide no data, in at most so many columns."""
     rows = next((n for n in range(-(-len(labels) // columns), len(labels)) if _fits(labels, n)), len(labels))
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": -(-len(labels) // rows)}

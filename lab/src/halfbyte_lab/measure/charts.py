@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfbyte.errors import check
 from halfbyte_lab.evals.choices import SAFE
@@ -13,38 +13,19 @@ from halfbyte_lab.measure.chart_style import (
     INK,
     QUIET,
     VERMILION,
-    as_image,
-    check_installed,
     color_of,
-    described,
     drawing,
     figure_of,
     figure_with,
     frame,
     legend_below,
     looks_of,
-    measured_on,
     scales,
 )
-from halfbyte_lab.measure.labels import Box, place_labels
-
-__all__ = [
-    "Lines",
-    "Point",
-    "as_image",
-    "bars",
-    "check_installed",
-    "curves",
-    "described",
-    "divergence",
-    "lines",
-    "marked_bars",
-    "measured_on",
-    "panels",
-    "roofline",
-    "scatter",
-    "stacked_bars",
-]
+from halfbyte_lab.measure.chart_style import as_image as as_image
+from halfbyte_lab.measure.chart_style import check_installed as check_installed
+from halfbyte_lab.measure.chart_style import described as described
+from halfbyte_lab.measure.chart_style import measured_on as measured_on
 
 
 @dataclass(frozen=True)
@@ -63,7 +44,6 @@ def scatter(
     x_label: str,
     y_label: str,
     title: str = "",
-    log_x: bool = False,
     log_y: bool = False,
     rules: Sequence[tuple[float, str]] = (),
 ) -> str:
@@ -72,20 +52,16 @@ def scatter(
     """
     check(len(points) > 0, "points is empty; a chart needs at least one")
     for point in points:
-        check(not log_x or point.x > 0, f"point {point.label!r} has x={point.x}; a logarithmic axis needs x > 0")
         check(not log_y or point.y > 0, f"point {point.label!r} has y={point.y}; a logarithmic axis needs y > 0")
     with figure_with(title or f"{y_label} against {x_label}", 4.8, y_label) as (fig, ax, done):
         looks = looks_of(list(dict.fromkeys(p.series for p in points)))
         for name, look in looks.items():
             mine = [p for p in points if p.series == name]
             ax.plot([p.x for p in mine], [p.y for p in mine], **look | {"ls": ""}, ms=7, label=name or None)
-        scales(ax, log_x, log_y)
+        scales(ax, False, log_y)
         for (y, name), style in zip(rules, ("--", ":", "-.", (0, (1, 4))), strict=False):
             ax.axhline(y, color=QUIET, lw=1.2, ls=style, label=name)
-        frame(ax, x_label, y_label, legend=False)
-        if len(looks) > 1 or rules:
-            handles, labels = ax.get_legend_handles_labels()
-            legend_below(fig, handles, labels, 2 if len(rules) > 1 else 5)
+        frame(ax, x_label, y_label, (2 if len(rules) > 1 else 5) if len(looks) > 1 or rules else 0)
         ax.margins(0.12)
         _label_points(fig, ax, points)
     return done.svg
@@ -114,7 +90,7 @@ def bars(
         )
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
-        frame(ax, x_label, "", legend=False)
+        frame(ax, x_label, "")
         ax.grid(axis="y", visible=False)
         # Browsers set the values in the system's font, which may be wider than matplotlib's.
         ax.margins(x=max(0.16, 0.024 * max(len(text.get_text()) for text in labels)))
@@ -123,9 +99,7 @@ def bars(
     return done.svg
 
 
-def marked_bars(
-    values: Mapping[str, float], marks: Mapping[str, float], *, x_label: str, title: str = "", mark_label: str = "target"
-) -> str:
+def marked_bars(values: Mapping[str, float], marks: Mapping[str, float], *, x_label: str, title: str = "") -> str:
     """Horizontal bars from the top down, each with a tick where it should reach (`marks`, by the same names). An <svg> element."""
     check(len(values) > 0, "values is empty; a chart needs at least one")
     with figure_with(title or x_label, 1.3 + 0.27 * len(values), x_label) as (_, ax, done):
@@ -137,10 +111,10 @@ def marked_bars(
         points = [(marks[n], i) for i, n in enumerate(names) if n in marks]
         if points:
             xs, ys = zip(*points, strict=True)
-            ax.plot(xs, ys, "|", color=VERMILION, ms=13, mew=2.4, label=mark_label)
+            ax.plot(xs, ys, "|", color=VERMILION, ms=13, mew=2.4, label="target")
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
-        frame(ax, x_label, "", legend=bool(points))
+        frame(ax, x_label, "", 5 if points else 0)
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.1, y=0.01)
         ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
@@ -154,7 +128,6 @@ def lines(
     x_label: str,
     y_label: str,
     title: str = "",
-    log_x: bool = False,
     log_y: bool = False,
 ) -> str:
     """One line for each series, error by layer for example; `x` defaults to 0, 1, 2 ... Returns an <svg> element."""
@@ -166,12 +139,12 @@ def lines(
         looks = looks_of(list(series))
         for name, values in series.items():
             ax.plot(range(len(values)) if x is None else x, values, lw=1.8, ms=4.5, label=name, **looks[name])
-        scales(ax, log_x, log_y)
+        scales(ax, False, log_y)
         if x is None:
             from matplotlib.ticker import MaxNLocator
 
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        frame(ax, x_label, y_label, legend=len(series) > 1)
+        frame(ax, x_label, y_label, 5 if len(series) > 1 else 0)
     return done.svg
 
 
@@ -214,7 +187,7 @@ def panels(
             else:
                 ax.set_ylim(0, 1.06 * top)
             lowest = i + columns >= len(by_title)
-            frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "", legend=False)
+            frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "")
             ax.set_title(heading, loc="left", color=INK, fontsize=10.5)
         for ax in axes[len(by_title) :]:
             ax.set_visible(False)
@@ -259,7 +232,7 @@ def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, tit
     check(len(stacks) > 0, "stacks is empty; a chart needs at least one")
     parts = list(dict.fromkeys(part for stack in stacks.values() for part in stack))
     looks = looks_of(parts)
-    with figure_with(title, 1.3 + 0.3 * len(stacks) + 0.2 * -(-len(parts) // 4), x_label) as (fig, ax, done):
+    with figure_with(title, 1.3 + 0.3 * len(stacks) + 0.2 * -(-len(parts) // 4), x_label) as (_, ax, done):
         for row, stack in enumerate(stacks.values()):
             end, label = sum(stack.values()), {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 9}
             ax.annotate(f"{end:,.0f}" if end >= 1000 else f"{end:.1f}", (end, row), (6, 0), **label)
@@ -273,13 +246,11 @@ def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, tit
             ax.barh(rows, [dict(stack)[part] for stack in mine], left=left, height=0.66, label=part, **look)
         ax.set_yticks(range(len(stacks)), list(stacks))
         ax.invert_yaxis()
-        frame(ax, x_label, "", legend=False)
+        frame(ax, x_label, "", 4)
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.1, y=0.02)
         ax.xaxis.set_major_formatter("{x:,g}")
         ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
-        handles, labels = ax.get_legend_handles_labels()
-        legend_below(fig, handles, labels, 4)
     return done.svg
 
 
@@ -289,7 +260,7 @@ def roofline(
     """Points below the `measured` roofline, points of the same kind; x is logarithmic. Returns an <svg> element."""
     check(len(measured) > 0, "measured is empty; a roofline needs at least one point")
     looks = looks_of(list(points))
-    with figure_with(title, 4.4, y_label) as (fig, ax, done):
+    with figure_with(title, 4.4, y_label) as (_, ax, done):
         xs, ys = zip(*measured, strict=True)
         ax.plot(xs, ys, "-", color=INK, lw=1.6, label="read roofline of the same runs")
         for name, line in points.items():
@@ -297,9 +268,7 @@ def roofline(
         scales(ax, True, log_y)
         if not log_y:
             ax.set_ylim(0)
-        frame(ax, x_label, y_label, legend=False)
-        handles, labels = ax.get_legend_handles_labels()
-        legend_below(fig, handles, labels, 4)
+        frame(ax, x_label, y_label, 4)
     return done.svg
 
 
@@ -309,14 +278,62 @@ def curves(lines: Lines, *, x_label: str, y_label: str, title: str, dashed: Sequ
     for name, points in lines.items():
         check(all(x > 0 and y > 0 for x, y in points), f"line {name!r} has points that a logarithmic axis cannot show")
     looks = looks_of(list(lines))
-    with figure_with(title, 4.4, y_label) as (fig, ax, done):
+    with figure_with(title, 4.4, y_label) as (_, ax, done):
         for name, points in lines.items():
             look = looks[name] | ({"ls": "--"} if name in dashed else {})
             ax.plot([x for x, _ in points], [y for _, y in points], lw=1.8, ms=4.5, label=name, **look)
         scales(ax, True, True)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
-        frame(ax, x_label, y_label, legend=False)
-        handles, labels = ax.get_legend_handles_labels()
-        legend_below(fig, handles, labels, 2)
+        frame(ax, x_label, y_label, 2)
     return done.svg
+
+
+# ------------------------------------------------------------------------- where labels go, so that they do not lie on each other
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels, y upwards."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    def overlap(self, other: Box) -> float:
+        """Area that two rectangles share."""
+        width = min(self.x1, other.x1) - max(self.x0, other.x0)
+        height = min(self.y1, other.y1) - max(self.y0, other.y0)
+        return max(0.0, width) * max(0.0, height)
+
+
+def place_labels(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], bounds: Box) -> list[Box]:
+    """A rectangle for each label, near its anchor, inside `bounds`, off the other labels and the points.
+
+    Greedy: for each label in turn the candidate (eight directions, growing distance) that covers least of what is there already.
+    """
+    points = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+    boxes: list[Box] = []
+    for (x, y), (width, height) in zip(anchors, sizes, strict=True):
+
+        def cost(box: Box) -> float:
+            outside = (box.x1 - box.x0) * (box.y1 - box.y0) - box.overlap(bounds)
+            return 4 * outside + sum(box.overlap(other) for other in [*boxes, *points])
+
+        boxes.append(min(_candidates(x, y, width, height), key=cost))
+    return boxes
+
+
+def _candidates(x: float, y: float, width: float, height: float) -> Iterator[Box]:
+    for gap in (10, 15, 22, 32, 44, 60, 80):
+        corners = [
+            (x + gap, y - height / 2),
+            (x - gap - width, y - height / 2),
+            (x - width / 2, y + gap),
+            (x - width / 2, y - gap - height),
+            (x + gap, y + gap / 2),
+            (x + gap, y - gap / 2 - height),
+            (x - gap - width, y + gap / 2),
+            (x - gap - width, y - gap / 2 - height),
+        ]
+        yield from (Box(a, b, a + width, b + height) for a, b in corners)

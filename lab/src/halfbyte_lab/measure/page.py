@@ -11,12 +11,9 @@ from halfbyte_lab.measure.compare import Change
 from halfbyte_lab.measure.environment import Environment
 from halfbyte_lab.measure.figures import name_of
 from halfbyte_lab.measure.records import Record
-from halfbyte_lab.measure.report_sections import SectionOf, by_operation, by_section
+from halfbyte_lab.measure.report_sections import SectionOf, by_section
 from halfbyte_lab.measure.tables import us
 from halfbyte_lab.report import Cell, Report
-
-#: Headers and rows.
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 #: Changes that are drawn.
 _DRAWN = 30
@@ -24,11 +21,7 @@ CHANGES = ("case", "format", "by", "before (us)", "after (us)", "after / before"
 
 
 def write_page(
-    measured: Sequence[Record],
-    title: str,
-    path: Path,
-    against: Sequence[Record] = (),
-    section_of: SectionOf = by_operation,
+    measured: Sequence[Record], title: str, path: Path, against: Sequence[Record] = (), *, section_of: SectionOf
 ) -> Path:
     """Write the page: for each machine what changed since `against`, then every kind of record with its charts, table and commands.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from halfbyte_lab.measure import figures
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Session
-from halfbyte_lab.measure.tables import HEADERS, Table, count_text, filled, table_rows
+from halfbyte_lab.measure.tables import Table, count_text, filled, plain_table
 
 
 def _nothing(measured: Sequence[Record]) -> Sequence[str]:
@@ -47,19 +47,9 @@ class Section:
 SectionOf = Callable[[Record], Section]
 
 
-def plain_table(measured: Sequence[Record]) -> Table:
-    """One row for each record, whatever it is of."""
-    return HEADERS, table_rows(measured)
-
-
 def plain(op: str) -> Section:
     """The records of one operation."""
     return Section(op.replace("_", " ").capitalize(), plain_table, figures.of_any, _ratio_said, text_columns=3)
-
-
-def by_operation(r: Record) -> Section:
-    """The section of a record where nothing is known but its operation, and its study if it has one."""
-    return plain(f"{r.study}: {r.op}" if r.study else r.op)
 
 
 def _ratio_said(measured: Sequence[Record]) -> Sequence[str]:

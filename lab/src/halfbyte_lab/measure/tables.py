@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from halfbyte_lab.measure.records import Record
 
@@ -19,8 +19,11 @@ def filled(table: Table, text_columns: int) -> Table:
     return [headers[i] for i in columns], [[row[i] for i in columns] for row in rows]
 
 
-def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
-    """The rows of the table, as text. "vs 16-bit" is the time over that of the fastest 16-bit one of the run: below 1 is faster."""
+def plain_table(records: Iterable[Record]) -> Table:
+    """One row for each record, whatever it is of.
+
+    "vs 16-bit" is the time over that of the fastest 16-bit one of the run: below 1 is faster.
+    """
     records = list(records)
     rows: list[tuple[str, ...]] = []
     for r in records:
@@ -34,7 +37,7 @@ def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
         rate, share = f"{r.gb_per_s or 0:.1f}", f"{100 * (r.roof_share or 0):.0f} %"
         spread = f"{1e3 * r.p10:.3g} - {1e3 * r.p90:.3g}"
         rows.append((*head, f"{1e3 * r.seconds:.3f}", ratio, share, error, rate, spread))
-    return rows
+    return HEADERS, rows
 
 
 def fastest_16_bit(measured: Iterable[Record], of: Record) -> float | None:
@@ -74,6 +77,17 @@ def rate_text(gb_per_s: float | None) -> str:
     if gb_per_s is None:
         return ""
     return f"{gb_per_s:,.0f}" if gb_per_s >= 100 else f"{gb_per_s:.2g}"
+
+
+def range_text(figures: Mapping[str, float], digits: int = 2) -> str:
+    """ "1.90 to 2.10"; "1.90" where both are the same."""
+    return " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in (min(figures.values()), max(figures.values()))))
+
+
+def seconds_of(measured: Iterable[Record], like: Record, implementation: str) -> float | None:
+    """The time of another implementation on the case of a record, in its format."""
+    target = (like.op, like.case, like.formats, implementation)
+    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == target), None)
 
 
 def times_text(base: float | None, seconds: float | None) -> str:

@@ -6,13 +6,13 @@ A study is one file of this folder that ends with a `STUDY`; `python -m halfbyte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from halfbyte.errors import InvalidArgument
 from halfbyte_lab.measure.records import Record
+from halfbyte_lab.measure.report_sections import Section
 from halfbyte_lab.measure.session import Job, Session
-from halfbyte_lab.measure.tables import Table
 from halfbyte_lab.measure.timing import GRAPHS, Effort
 
 #: What each study asks, by its name on the command line; its file has underscores where the name has hyphens.
@@ -35,35 +35,19 @@ QUESTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Study:
-    """What is measured and how it is reported.
+@dataclass(frozen=True, kw_only=True)
+class Study(Section):
+    """A section, whose title is the study's name, and what is measured for it.
 
     jobs    what a session measures: small with `session.options.quick`, and on a CPU
-    table   headers, and rows of text
-    charts  <svg> elements
-    says    sentences that hold the figures
-    text_columns  columns of the table that hold text, from the left; the others hold numbers
-    also    a second table, of other records
     derive  what records of other studies say, where this one was not measured
     beside  another study, whose records the charts get as well
     """
 
-    name: str
     jobs: Callable[[Session], Sequence[Job]]
-    table: Callable[[Sequence[Record]], Table]
-    charts: Callable[[Sequence[Record]], Sequence[str]]
-    says: Callable[[Sequence[Record]], Sequence[str]]
-    text_columns: int = 2
     effort: Effort = GRAPHS
-    also: Callable[[Sequence[Record]], Table] = lambda measured: ((), ())
     derive: Callable[[Sequence[Record]], Sequence[Record]] = lambda recorded: ()
     beside: str = ""
-
-    @property
-    def asks(self) -> str:
-        """The question in one line."""
-        return QUESTIONS[self.name]
 
 
 def study(name: str) -> Study:
@@ -71,4 +55,4 @@ def study(name: str) -> Study:
     if name not in QUESTIONS:
         raise InvalidArgument(f"study {name!r}; choose one of: {', '.join(QUESTIONS)}")
     definition: Study = import_module(f"{__name__}.{name.replace('-', '_')}").STUDY
-    return definition
+    return replace(definition, asks=QUESTIONS[name])

@@ -337,4 +337,4 @@ def _errors(measured: Sequence[Record], case: str) -> dict[str, float]:
     return {r.formats: r.error for r in measured if r.op == KEYS and r.case == case and r.error is not None}
 
 
-STUDY = Study("accuracy", jobs, table, drawn, says, text_columns=2)
+STUDY = Study("accuracy", table, drawn, says, text_columns=2, jobs=jobs)

@@ -205,4 +205,4 @@ def says(measured: Sequence[Record]) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-STUDY = Study("capacity", jobs, table, drawn, says, text_columns=2, effort=MANY_GRAPHS, derive=derived)
+STUDY = Study("capacity", table, drawn, says, text_columns=2, effort=MANY_GRAPHS, derive=derived, jobs=jobs)

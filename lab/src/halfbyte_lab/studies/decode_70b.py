@@ -20,9 +20,10 @@ from typing import cast
 
 import torch
 
+from halfbyte_lab import precompile
 from halfbyte_lab.cases import whole_model
 from halfbyte_lab.cases.rank import FORMATS, NOT_HELD, ONE_OF_EIGHT, PLAIN, Entry, Model, Step, StepCase, entries
-from halfbyte_lab.measure import charts, precompile
+from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.caches import Promise, Rotation, held_by
 from halfbyte_lab.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte_lab.measure.records import Record, with_timing
@@ -39,7 +40,6 @@ from halfbyte_lab.measure.timing import (
     sample_in_turn,
     summary,
 )
-from halfbyte_lab.precompile import Pair
 from halfbyte_lab.studies import Study
 
 #: Batches and contexts by kind of device and whether it is to be quick.
@@ -104,7 +104,7 @@ class StepJob:
     def _case(self) -> StepCase:
         return StepCase(self.model, self.batch, self.context, OP, self.name)
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """Our attention, launches overlapping."""
         shape = self.model.rank.shape(self.batch, self.context)
         for entry in entries(session.device.kind, self.formats):
@@ -335,4 +335,4 @@ def _told(measured: Sequence[Record], op: str, what: str) -> list[str]:
     return sentences
 
 
-STUDY = Study("decode-70b", jobs, whole_table, drawn, says, text_columns=2, effort=MANY_GRAPHS, also=table)
+STUDY = Study("decode-70b", whole_table, drawn, says, text_columns=2, effort=MANY_GRAPHS, also=table, jobs=jobs)

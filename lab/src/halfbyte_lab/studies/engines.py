@@ -28,7 +28,7 @@ from halfbyte_lab.measure.checks import HEAD_ERROR, Accuracy, timed_attention_ac
 from halfbyte_lab.measure.decode import sdpa_variants
 from halfbyte_lab.measure.records import Record, with_timing
 from halfbyte_lab.measure.session import Job, Session
-from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
+from halfbyte_lab.measure.tables import Table, range_text, rate_text, seconds_of, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS, Call, Work, fixed_threads, is_cold
 from halfbyte_lab.measure.trials import Trial, one_by_one
 from halfbyte_lab.studies import Study
@@ -253,22 +253,17 @@ def _row(measured: Sequence[Record], r: Record) -> tuple[str, ...]:
         us(r.seconds) if r.seconds else "refused",
         rate_text(r.gb_per_s) if r.op == OP else "",
         f"{100 * r.roof_share:.1f} %" if r.roof_share else "",
-        times_text(_seconds(measured, r, f"vllm {part}"), r.seconds) if ours else "",
-        times_text(_seconds(measured, r, f"halfbyte {DECODE}"), r.seconds) if ours and part == ATTENTION else "",
+        times_text(seconds_of(measured, r, f"vllm {part}"), r.seconds) if ours else "",
+        times_text(seconds_of(measured, r, f"halfbyte {DECODE}"), r.seconds) if ours and part == ATTENTION else "",
         "" if r.error is None else f"{r.error:.2g}",
     )
-
-
-def _seconds(measured: Sequence[Record], like: Record, implementation: str) -> float | None:
-    target = (OP, like.case, like.formats, implementation)
-    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == target), None)
 
 
 def faster(measured: Sequence[Record], part: str, than: str, formats: str = "") -> dict[str, float]:
     """How many times as fast a part of halfbyte's step is as another implementation, by case and format."""
     speedups = {}
     for r in measured:
-        other = _seconds(measured, r, than)
+        other = seconds_of(measured, r, than)
         if r.op == OP and r.implementation == f"halfbyte {part}" and r.seconds and other and formats in ("", r.formats):
             speedups[f"{r.case.removeprefix('engines, ')}, {r.formats}"] = other / r.seconds
     return speedups
@@ -297,16 +292,18 @@ def says(measured: Sequence[Record]) -> list[str]:
     sentences = []
     if speedups := over_fastest(measured):
         by_format = {f: {case: x for case, x in speedups.items() if case.endswith(f", {f}")} for f in FORMATS}
-        parts = [f"{_range(by_case)} times as fast in {f}" for f, by_case in by_format.items() if by_case]
+        parts = [f"{range_text(by_case)} times as fast in {f}" for f, by_case in by_format.items() if by_case]
         sentences.append(f"Append and attention of a step run {', '.join(parts)} as vLLM's Triton kernels in their best format.")
     against = {f: speedups for f in FORMATS if (speedups := faster(measured, STEP, f"vllm {STEP}", f))}
     if against:
-        parts = [f"{_range(speedups)} times as fast in {f}" for f, speedups in against.items()]
+        parts = [f"{range_text(speedups)} times as fast in {f}" for f, speedups in against.items()]
         sentences.append(f"At the same bits: {', '.join(parts)}.")
     if speedups := faster(measured, ATTENTION, f"halfbyte {DECODE}"):
-        sentences.append(f"Over a batch that decodes, attention_varlen is {_range(speedups)} times as fast as decode_attention.")
+        sentences.append(
+            f"Over a batch that decodes, attention_varlen is {range_text(speedups)} times as fast as decode_attention."
+        )
     if speedups := faster(measured, ATTENTION, f"halfbyte {INVARIANT}"):
-        sentences.append(f"With deterministic_batch attention takes {_range(speedups)} times as long.")
+        sentences.append(f"With deterministic_batch attention takes {range_text(speedups)} times as long.")
     host = [r for r in measured if r.op == HOST and r.seconds]
     if host:
         each = "; ".join(f"{r.implementation} {us(r.seconds)} us ({r.case.rpartition(', ')[2]})" for r in host)
@@ -314,9 +311,4 @@ def says(measured: Sequence[Record]) -> list[str]:
     return sentences
 
 
-def _range(found: Mapping[str, float]) -> str:
-    """ "1.90 to 2.10"; "1.90" where both are the same."""
-    return " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(found.values()), max(found.values()))))
-
-
-STUDY = Study("engines", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)
+STUDY = Study("engines", table, drawn, says, text_columns=3, effort=MANY_GRAPHS, jobs=jobs)

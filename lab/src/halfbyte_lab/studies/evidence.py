@@ -311,4 +311,4 @@ def says(measured: Sequence[Record]) -> list[str]:
     return [*sentences, *gained]
 
 
-STUDY = Study("evidence", jobs, table, drawn, says, text_columns=2, also=calibrated_table, beside="quality-per-bit")
+STUDY = Study("evidence", table, drawn, says, text_columns=2, also=calibrated_table, beside="quality-per-bit", jobs=jobs)

@@ -95,4 +95,4 @@ def _launches_said(measured: Sequence[Record]) -> str:
     return f"One launch for q, k and v is {min(gains):.2f} to {max(gains):.2f} times as fast as three, over {len(gains)} cases."
 
 
-STUDY = Study("fused-qkv", jobs, table, charts, says, text_columns=3, effort=MANY_GRAPHS)
+STUDY = Study("fused-qkv", table, charts, says, text_columns=3, effort=MANY_GRAPHS, jobs=jobs)

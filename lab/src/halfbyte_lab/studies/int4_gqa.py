@@ -19,11 +19,12 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_spec import DecodePlan
+from halfbyte_lab import precompile
 from halfbyte_lab.baselines.run import attention_baselines
 from halfbyte_lab.cases import decode_variants
 from halfbyte_lab.cases.decode_cases import measure_baselines
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
-from halfbyte_lab.measure import charts, precompile
+from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.caches import DecodeCase, Inputs
 from halfbyte_lab.measure.decode import DecodeShape, attend
 from halfbyte_lab.measure.figures import flop, rooflines
@@ -31,21 +32,8 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Candidate, Case, Job, Session
 from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS
-from halfbyte_lab.precompile import Pair
 from halfbyte_lab.studies import Study
-from halfbyte_lab.studies.published_gqa import (
-    BASELINE,
-    BATCHES,
-    BEFORE,
-    CONTEXT,
-    DIM,
-    KV_HEADS,
-    QUERY_HEADS,
-    RATES,
-    RATES_BEFORE,
-    TIMES,
-    published,
-)
+from halfbyte_lab.studies.published_gqa import BASELINE, BATCHES, BEFORE, CONTEXT, RATES, RATES_BEFORE, TIMES, case_of, published
 
 OP = "gqa study"
 #: The peer that compiles for each batch.
@@ -90,14 +78,13 @@ class BatchJob:
     @property
     def problem(self) -> DecodeCase:
         """What is measured, and its name."""
-        shape = DecodeShape(self.batch, QUERY_HEADS, KV_HEADS, DIM, self.context)
-        return DecodeCase(f"int4-gqa, batch {self.batch} x {self.context:,}", shape, baselines=True)
+        return case_of("int4-gqa", self.batch, self.context)
 
     @property
     def name(self) -> str:
         return self.problem.name
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """Every format as planned; splits of the tuned kernel are numbers of its launch."""
         for formats in self.formats:
             if session.wants(self.name, formats, "halfbyte"):
@@ -366,4 +353,4 @@ def _between(values: Sequence[float], form: Callable[[float], str] = "{:.2f}".fo
     return " to ".join(ends)
 
 
-STUDY = Study("int4-gqa", jobs, table, drawn, says, text_columns=4, effort=MANY_GRAPHS)
+STUDY = Study("int4-gqa", table, drawn, says, text_columns=4, effort=MANY_GRAPHS, jobs=jobs)

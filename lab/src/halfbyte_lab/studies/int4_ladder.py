@@ -25,23 +25,13 @@ from halfbyte_lab.cases.decode_cases import measure_baselines
 from halfbyte_lab.cases.decode_variants import DecodeVariant, fastest, measure_variants
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.caches import DecodeCase, Inputs
-from halfbyte_lab.measure.decode import DecodeShape, attend
+from halfbyte_lab.measure.decode import attend
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session
 from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS
 from halfbyte_lab.studies import Study
-from halfbyte_lab.studies.published_gqa import (
-    BASELINE,
-    CONTEXT,
-    DIM,
-    KV_HEADS,
-    LADDERS,
-    QUERY_HEADS,
-    RATES,
-    TIMES,
-    ladder,
-)
+from halfbyte_lab.studies.published_gqa import BASELINE, CONTEXT, LADDERS, RATES, TIMES, case_of, ladder
 
 OP = "ladder study"
 ROW_WISE, GROUPS = "int4", "int4_g32"
@@ -83,8 +73,7 @@ class LadderJob:
     @property
     def problem(self) -> DecodeCase:
         """What is measured, and its name."""
-        shape = DecodeShape(self.batch, QUERY_HEADS, KV_HEADS, DIM, self.context)
-        return DecodeCase(f"int4-ladder, batch {self.batch} x {self.context:,}", shape, baselines=True)
+        return case_of("int4-ladder", self.batch, self.context)
 
     @property
     def name(self) -> str:
@@ -325,4 +314,4 @@ def _told(case: str, rungs: Rungs) -> str:
     return f'{case}, {ends}, the largest step "{largest}" with {gains[largest]:.2f}x'
 
 
-STUDY = Study("int4-ladder", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)
+STUDY = Study("int4-ladder", table, drawn, says, text_columns=3, effort=MANY_GRAPHS, jobs=jobs)

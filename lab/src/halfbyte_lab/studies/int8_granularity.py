@@ -20,8 +20,9 @@ import torch
 import halfbyte
 from halfbyte.cache import KVCache
 from halfbyte.formats import key_format
+from halfbyte_lab import precompile
 from halfbyte_lab.cases.decode_variants import DecodeVariant, time_variants
-from halfbyte_lab.measure import charts, precompile
+from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.caches import DecodeCase, Inputs, Promise, fill, given, held_by
 from halfbyte_lab.measure.checks import float64_attention
 from halfbyte_lab.measure.decode import Attend, DecodeShape, sdpa_variants
@@ -30,7 +31,6 @@ from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session, reason
 from halfbyte_lab.measure.tables import Table, rate_text, times_text, us
 from halfbyte_lab.measure.timing import MANY_GRAPHS, paired_launches
-from halfbyte_lab.precompile import Pair
 from halfbyte_lab.studies import Study
 
 OP, QUALITY = "granularity study", "granularity study, error"
@@ -92,7 +92,7 @@ class CaseJob:
         s, more = self.shape, ", ALiBi" * self.alibi + ", outlier keys" * self.outliers
         return f"int8-granularity, {self.heads} {s.q_heads}/{s.kv_heads}, {s.context:,}{more}"
 
-    def to_compile(self, session: Session) -> Iterator[Pair]:
+    def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """Every format, launches kept apart; kernels with ALiBi are others."""
         for formats in SCALES if not self.alibi else ():
             if session.wants(self.name, formats, OURS):
@@ -367,4 +367,4 @@ def _errors_said(measured: Sequence[Record], case: str) -> str:
     return f"The result differs from that over the unquantized cache, relatively, by {of(case)}{beside}." if of(case) else ""
 
 
-STUDY = Study("int8-granularity", jobs, table, drawn, says, text_columns=4, effort=MANY_GRAPHS)
+STUDY = Study("int8-granularity", table, drawn, says, text_columns=4, effort=MANY_GRAPHS, jobs=jobs)

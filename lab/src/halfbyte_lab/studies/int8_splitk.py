@@ -311,4 +311,4 @@ def _ratio(measured: Sequence[Record], of: DecodeCase, over: DecodeCase, text: s
     return text.format(a.seconds / b.seconds) if a and b and a.seconds and b.seconds else ""
 
 
-STUDY = Study("int8-splitk", jobs, table, drawn, says, text_columns=2, effort=MANY_GRAPHS)
+STUDY = Study("int8-splitk", table, drawn, says, text_columns=2, effort=MANY_GRAPHS, jobs=jobs)

@@ -166,4 +166,4 @@ def says(measured: Sequence[Record]) -> list[str]:
     return sentences
 
 
-STUDY = Study("memory", jobs, table, drawn, says, text_columns=2)
+STUDY = Study("memory", table, drawn, says, text_columns=2, jobs=jobs)

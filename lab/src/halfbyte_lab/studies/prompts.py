@@ -25,7 +25,7 @@ from halfbyte_lab.measure.checks import Accuracy, eager_attention, float64_atten
 from halfbyte_lab.measure.decode import parse_formats
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Job, Session
-from halfbyte_lab.measure.tables import Table, times_text
+from halfbyte_lab.measure.tables import Table, range_text, seconds_of, times_text
 from halfbyte_lab.measure.timing import MANY_GRAPHS
 from halfbyte_lab.studies import Study
 
@@ -170,22 +170,17 @@ def _row(r: Record, measured: Sequence[Record]) -> tuple[str, ...]:
     return (
         *(r.case, r.formats if case.past else "", r.implementation),
         f"{1e6 * r.seconds:,.1f}" if r.seconds else "refused",
-        times_text(_seconds(measured, r, TORCH), r.seconds),
+        times_text(seconds_of(measured, r, TORCH), r.seconds),
         f"{case.products / r.seconds / 1e12:.3g}" if r.seconds else "",
         "" if r.error is None else f"{r.error:.2g}",
     )
-
-
-def _seconds(measured: Sequence[Record], like: Record, implementation: str) -> float | None:
-    target = (OP, like.case, like.formats, implementation)
-    return next((r.seconds for r in measured if (r.op, r.case, r.formats, r.implementation) == target), None)
 
 
 def _faster(measured: Sequence[Record], than: str, keep: Callable[[Record], bool]) -> dict[str, float]:
     """How many times as fast as another implementation halfbyte is, by case and format."""
     speedups = {}
     for r in measured:
-        other = _seconds(measured, r, than)
+        other = seconds_of(measured, r, than)
         if r.op == OP and r.implementation == OURS and r.seconds and other and keep(r):
             speedups[r.case.removeprefix("prompts, ") + (f", {r.formats}" if r.shape["P"] else "")] = other / r.seconds
     return speedups
@@ -206,16 +201,10 @@ def says(measured: Sequence[Record]) -> list[str]:
     parts = []
     for what, keep in (("over itself", lambda r: not r.shape["P"]), ("behind a packed past", lambda r: r.shape["P"] > 0)):
         if speedups := _faster(measured, TORCH, keep):
-            parts.append(f"{what} {_range(speedups, 2)} times as fast as torch in 16 bits")
+            parts.append(f"{what} {range_text(speedups)} times as fast as torch in 16 bits")
     if portable := _faster(measured, PORTABLE, lambda _: True):
-        parts.append(f"{_range(portable, 1)} times as fast as the portable kernel")
+        parts.append(f"{range_text(portable, 1)} times as fast as the portable kernel")
     return [f"Attention of a prompt {', '.join(parts)}."] if parts else []
 
 
-def _range(found: Mapping[str, float], digits: int) -> str:
-    """ "0.49 to 0.52"; "0.49" where both are the same."""
-    ends = dict.fromkeys(f"{end:.{digits}f}" for end in (min(found.values()), max(found.values())))
-    return " to ".join(ends)
-
-
-STUDY = Study("prompts", jobs, table, drawn, says, text_columns=3, effort=MANY_GRAPHS)
+STUDY = Study("prompts", table, drawn, says, text_columns=3, effort=MANY_GRAPHS, jobs=jobs)

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from halfbyte_lab.measure.caches import DecodeCase
 from halfbyte_lab.measure.decode import DecodeShape
 
 #: What the figures are of, at each of these batches.
 QUERY_HEADS, KV_HEADS, DIM, CONTEXT = 8, 1, 128, 8192
 BATCHES = (32, 64, 128, 256, 512)
+
+
+def case_of(study: str, batch: int, context: int) -> DecodeCase:
+    """What a study measures at one batch, and its name."""
+    shape = DecodeShape(batch, QUERY_HEADS, KV_HEADS, DIM, context)
+    return DecodeCase(f"{study}, batch {batch} x {context:,}", shape, baselines=True)
 
 
 def _by_batch(*us: int) -> dict[int, int]:

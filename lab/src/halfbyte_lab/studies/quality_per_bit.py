@@ -285,4 +285,4 @@ def _fits(r: Record, other: Record) -> bool:
     return (r.bits or 0.0) <= (other.bits or 0.0) + 1e-9
 
 
-STUDY = Study("quality-per-bit", jobs, table, drawn, says, text_columns=2)
+STUDY = Study("quality-per-bit", table, drawn, says, text_columns=2, jobs=jobs)

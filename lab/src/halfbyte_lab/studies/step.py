@@ -338,4 +338,4 @@ def says(measured: Sequence[Record]) -> list[str]:
     return [f"The graph alone takes longer than its step in {', '.join(dict.fromkeys(longer))}, {noise}."]
 
 
-STUDY = Study("step", jobs, summary, drawn, says, text_columns=3, also=table)
+STUDY = Study("step", summary, drawn, says, text_columns=3, also=table, jobs=jobs)

@@ -223,11 +223,6 @@ HEADERS = (
 )
 
 
-def table(measured: Sequence[Record]) -> Table:
-    """One row for each case and kernel, then the gains over all cases."""
-    return HEADERS, table_rows(measured)
-
-
 def drawn(measured: Sequence[Record]) -> list[str]:
     """The gain of the best cut over data-parallel tiles by size, a panel for each kernel and a line for each batch size M; what
     splits of the published kernel cost, by size.
@@ -281,16 +276,15 @@ def _more_splits_said(measured: Sequence[Record]) -> list[str]:
     ]
 
 
-def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
-    """One row for each case and kernel: its data-parallel form, its best other form, waves per multiprocessor of both."""
+def table(measured: Sequence[Record]) -> Table:
+    """One row for each case and kernel, data-parallel and in its best other form, with waves per multiprocessor; then gains."""
     rows = []
     for case in dict.fromkeys(r.case for r in measured if r.op == OP and r.shape):
         mine = {r.implementation: r for r in measured if r.case == case and r.op == OP}
         cut = dict.fromkeys(name.partition(",")[0] for name in mine if name.partition(", ")[2] in CUTS)
         rows += [_row(case, kernel, mine) for kernel in cut or ["halfbyte.linear"]]
-    return rows + [
-        (SUMMARY, r.implementation, *[""] * 12, "; ".join(map(verdict_text, r.bars))) for r in measured if r.case == SUMMARY
-    ]
+    of_all = [(SUMMARY, r.implementation, *[""] * 12, "; ".join(map(verdict_text, r.bars))) for r in measured if r.case == SUMMARY]
+    return HEADERS, rows + of_all
 
 
 def _row(case: str, kernel: str, mine: dict[str, Record]) -> tuple[str, ...]:
@@ -324,4 +318,4 @@ def _waves(r: Record | None) -> str:
     return f"{shape['programs'] / (shape['SMs'] * shape['resident']):.2f}" if "programs" in shape else ""
 
 
-STUDY = Study("w4a16-splitk", jobs, table, drawn, says, text_columns=2, effort=MANY_GRAPHS)
+STUDY = Study("w4a16-splitk", table, drawn, says, text_columns=2, effort=MANY_GRAPHS, jobs=jobs)

@@ -18,7 +18,7 @@ from halfbyte.cpu.compiled.linear import Array
 #: The largest magnitude that is taken: no scale, no offset and no rounding of it exceeds 16 bits.
 LARGEST = np.float32(2.0**15)
 _MIN_SCALE = np.float32(2.0**-24)
-_INT8, _INT4, _INT2, _E4M3, _FP16, _BF16 = (list(READERS).index(name) for name in ("int8", "int4", "int2", "e4m3", "fp16", "bf16"))
+_E4M3, _FP16, _BF16 = (list(READERS).index(name) for name in ("e4m3", "fp16", "bf16"))
 
 
 class Rule(NamedTuple):

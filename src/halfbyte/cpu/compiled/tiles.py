@@ -27,7 +27,7 @@ from halfbyte.cpu.compiled.linear import FLOATS, LANES, Array, array_of, call, c
 #: Bytes of a row that are transposed at a time: 4 words of 32 bits.
 _STEP = 16
 _INT, _LONG = ir.IntType(32), ir.IntType(64)
-INTS, _LONGS = ir.VectorType(_INT, LANES), ir.VectorType(_LONG, LANES // 2)
+INTS = ir.VectorType(_INT, LANES)
 WORDS, _BYTES = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
 _ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
 
