@@ -34,7 +34,7 @@ from halfbyte.hf.model_support import (
     layer_types,
     text_config,
 )
-from halfbyte.hf.progress import APPENDED, ASKED, CROSS, WRITTEN, Progress, half_way
+from halfbyte.hf.progress import APPENDED, CROSS, REQUESTED, WRITTEN, Progress, half_way
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
 
@@ -161,9 +161,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         return result
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """The state of a convolution, which the layer that asks for it moves on. Raises where `update` does."""
-        self._reach(layer_idx, f"{ASKED} {state_idx}")
-        self._progress.ends(layer_idx, ASKED)
+        """The state of a convolution, which the layer that requests it moves on. Raises where `update` does."""
+        self._reach(layer_idx, f"{REQUESTED} {state_idx}")
+        self._progress.ends(layer_idx, REQUESTED)
         return super().get_conv_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
@@ -185,8 +185,8 @@ class PackedCache(Cache):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return
         if self._progress.stopped_before(layer_idx, what) and not self._level():
-            reached = sum(layer.kv is not None for layer in self.packed)
-            raise half_way(reached, len(self._packed), self.has_states)
+            count = sum(layer.kv is not None for layer in self.packed)
+            raise half_way(count, len(self._packed), self.has_states)
         self._progress.begins(layer_idx, what)
 
     def _check_batch(self, batch: int, layer_idx: int) -> None:

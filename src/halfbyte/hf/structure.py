@@ -246,7 +246,7 @@ def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
 
 # Several times faster than torch's own: their host time is part of every first token.
 
-#: An argument of blocks that are told their place.
+#: An argument of blocks that are passed their place.
 _PLACE = "layer_idx"
 #: What PEFT changes of a layer to turn adapters on and off, without touching a tensor.
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -286,13 +286,13 @@ class ConfigOf:
 def placed(block: nn.Module, number: int) -> nn.Module:
     """A block among fewer: a copy that shares everything, for which `number` is its place in the whole model.
 
-    The module around blocks of some families (Zamba) counts them, and tells each its place; other blocks know theirs.
+    The module around blocks of some families (Zamba) counts them, and passes each its place; other blocks know theirs.
     """
     if _PLACE not in _names(block):
         return block
     view, kind = viewed(block, [], {}), type(block)
     view.__class__ = _placed_class(kind)  # type: ignore[arg-type]
-    vars(view)["told"] = {_PLACE: number}
+    vars(view)["place"] = {_PLACE: number}
     return view
 
 
@@ -302,7 +302,7 @@ def _placed_class(kind: Any) -> Any:
 
     @functools.wraps(own)  # whose arguments are read
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(self, **{**dict(zip(_names(self), args, strict=False)), **kwargs, **self.told})
+        return own(self, **{**dict(zip(_names(self), args, strict=False)), **kwargs, **self.place})
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward})
 
