@@ -368,6 +368,11 @@ REFUSED: dict[str, tuple[Call, str]] = {
         "weight has 7 rows; an activation takes pairs",
     ),
     "experts: an unknown level": (lambda: experts_linear(r(2, 128), stack(), IDS, impl="cutlass"), "impl='cutlass' does not exist"),
+    # -- memory that holds other numbers than its tensor
+    "append: k negated when it is read": (kv(torch.complex(r(2, 2, 1, 64), r(2, 2, 1, 64)).conj().imag), "k is negated when it is"),
+    "append: v sparse": (kv(r(2, 2, 1, 64), r(2, 2, 1, 64).to_sparse()), "v is torch.sparse_coo; pass a dense one"),
+    "decode: q sparse": (lambda: decode_attention(r(2, 2, 1, 64).to_sparse(), cache()), "q is torch.sparse_coo"),
+    "linear: x sparse": (lambda: linear(r(2, 128).to_sparse(), weight()), "x is torch.sparse_coo"),
     # -- format names
     "key_format: unknown": (lambda: key_format("nope"), "keys='nope' is not a format; choose one of: fp16"),
     "key_format: a number": (lambda: key_format(3), "keys=3"),  # type: ignore[arg-type]

@@ -146,6 +146,34 @@ def test_shards(build, tmp_path):
     same(hf.load(tmp_path / "s"), model)
 
 
+def test_all_files_of_a_tokenizer_come_along(build, tmp_path):
+    """Marian's are source.spm, target.spm and two vocabularies, Whisper has a normalizer; chat templates may be several."""
+    wanted = ["vocab.json", "source.spm", "target.spm", "target_vocab.json", "normalizer.json", "sentencepiece.bpe.model"]
+    others, more = ["tokenization_own.py", "pytorch_model.bin", "source.safetensors"], "additional_chat_templates/tool_use.jinja"
+    (tmp_path / "from" / "additional_chat_templates").mkdir(parents=True)
+    for name in (*wanted, *others, more):
+        (tmp_path / "from" / name).write_text("{}")
+    saved = hf.save(build("llama"), tmp_path / "to", tokenizer=tmp_path / "from")
+    assert all((saved / name).exists() for name in (*wanted, more))
+    assert not any((saved / name).exists() for name in others)
+
+
+@pytest.mark.parametrize("change", ["fewer", "plain", "another format"])
+def test_layers_that_were_replaced_are_saved_as_they_are(build, prompt, tmp_path, change):
+    """The configuration named the layers that were quantized once: the folder did not load."""
+    model, ids = hf.quantize(build("llama"), "nf4"), prompt(2)
+    if change == "fewer":
+        model.model.layers = model.model.layers[:1]
+        model.config.num_hidden_layers = 1
+    else:
+        other = build("llama") if change == "plain" else hf.quantize(build("llama"), "int8_col")
+        model.model.layers[0].mlp.up_proj = other.model.layers[0].mlp.up_proj
+    again = hf.load(hf.save(model, tmp_path / "m"))
+    same(model, again)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
 def test_existing_folder_and_failures_leave_nothing(build, tmp_path, monkeypatch):
     model = build("llama")
     (tmp_path / "there").mkdir()

@@ -221,7 +221,7 @@ def test_draws_from_logits_that_are_not_finite_are_refused(packed, prompt, value
     model.lm_head.register_forward_hook(spoilt)
     options = {"do_sample": True, "max_new_tokens": 9, "pad_token_id": 0}
     ids, streamer = prompt(3), Collected()
-    with pytest.raises(InvalidArgument, match="do_sample: no token can be drawn for sequence 2, whose logits"):
+    with pytest.raises(InvalidArgument, match="generate: no token can be chosen for sequence 2, whose logits"):
         model.generate(ids, **options)
     steps.clear()
     with pytest.raises(InvalidArgument, match="for sequence 0, whose"):
@@ -235,6 +235,32 @@ def test_draws_from_logits_that_are_not_finite_are_refused(packed, prompt, value
     steps.clear()
     ended = model.generate(ids, eos_token_id=[*range(model.config.vocab_size)], **options)
     assert ended.shape[1] == ids.shape[1] + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"max_new_tokens": 1}, {"prompt_lookup_num_tokens": 3}, {"output_logits": True}])
+def test_greedy_tokens_of_nan_are_refused(packed, prompt, options):
+    """The largest of NaN is the first of them: a text of token 0."""
+    model, ids = packed(), prompt(1)
+    options = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0, "return_dict_in_generate": True, **options}
+    model.generate(ids, **options)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(InvalidArgument, match="generate: no token can be chosen for sequence 0, whose logits are NaN"):
+        model.generate(ids, **options)
+    if "prompt_lookup_num_tokens" not in options:  # which does without processors
+        model.generate(ids, remove_invalid_values=True, **options)
+
+
+def test_greedy_tokens_of_nan_that_come_later_are_refused(packed, prompt):
+    model, steps = packed(), []
+
+    def spoilt(module, args, logits):
+        steps.append(logits)
+        return logits if len(steps) < 4 else torch.full_like(logits, torch.nan)
+
+    model.lm_head.register_forward_hook(spoilt)
+    with pytest.raises(InvalidArgument, match="generate: no token can be chosen for sequence 0, 1, whose logits are NaN"):
+        model.generate(prompt(2), do_sample=False, max_new_tokens=9, pad_token_id=0)
 
 
 @pytest.mark.slow

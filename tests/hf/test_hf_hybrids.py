@@ -18,6 +18,8 @@ import halfbyte.hf as hf
 from halfbyte import errors, memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
+from halfbyte.hf.fused_blocks import fused_view, why_not_fused
+from halfbyte.hf.model_support import blocks
 from halfbyte.text import ByteTokenizer
 from halfbyte_lab.evals.advice import advise
 from halfbyte_lab.evals.own_attention import agreement
@@ -147,6 +149,70 @@ def test_a_forward_that_failed_is_not_continued(family):
             cache.restore()
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+#: Layers of states before, between and behind those with keys and values; a state and keys in one layer; a fused recurrence.
+ORDERS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "zamba2": {**OWN["zamba2"], "layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_hidden_layers": 3},
+    "qwen3_5_text": {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "num_hidden_layers": 3},
+    "zaya": {**OWN["zaya"], "num_hidden_layers": 3},
+}
+
+
+def interrupted(model: Any, number: int, call: Any) -> None:
+    """A call that ends before block `number`."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = blocks(model)[number].register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("family", ORDERS)
+@torch.no_grad()
+def test_a_forward_that_was_interrupted_is_not_continued(family, monkeypatch):
+    """Before any layer, in a prompt, a step and a later turn: the states of those before it have moved on."""
+    monkeypatch.setitem(OWN, family, ORDERS[family])
+    _model.cache_clear()
+    model, ids, cache = packed(family), prompts(1, 30), hf.PackedCache(packed(family), 64)
+    _model.cache_clear()
+    parts = [ids[:, :20], ids[:, 20:21], ids[:, 21:]]
+    expected = [model(part, past_key_values=cache).logits for part in parts]
+    for stopped in range(3):
+        for number in range(3):
+            cache.reset()
+            for part, wanted in zip(parts[:stopped], expected, strict=False):
+                assert torch.equal(model(part, past_key_values=cache).logits, wanted)
+            interrupted(model, number, lambda at=stopped: model(parts[at], past_key_values=cache))
+            if number:  # else nothing has moved
+                with pytest.raises(InvalidArgument, match=r"half-way.*call reset\(\)"):
+                    model(parts[stopped], past_key_values=cache)
+                continue
+            for part, wanted in list(zip(parts, expected, strict=True))[stopped:]:
+                assert torch.equal(model(part, past_key_values=cache).logits, wanted)
+
+
+def test_a_fused_step_that_was_interrupted_is_not_continued(monkeypatch):
+    """A fused recurrence moves its states on without a call of the cache's methods."""
+    monkeypatch.setitem(OWN, "qwen3_5_text", ORDERS["qwen3_5_text"])
+    _model.cache_clear()
+    model, ids = packed("qwen3_5_text"), prompts(1, 9)
+    _model.cache_clear()
+    assert why_not_fused(model) == [""] * 3
+    view, cache = fused_view(model), hf.PackedCache(model, 64)
+    with torch.no_grad():
+        view(ids, past_key_values=cache)
+        view(ids[:, :1], past_key_values=cache)
+        interrupted(view, 1, lambda: view(ids[:, :1], past_key_values=cache))
+        with pytest.raises(InvalidArgument, match=r"half-way.*call reset\(\)"):
+            view(ids[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("family", KINDS)

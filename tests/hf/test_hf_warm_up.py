@@ -189,6 +189,23 @@ def test_blocks_of_a_rehearsal_get_what_their_kind_takes(kinds: tuple[str, str])
     assert why_not_fused(small) == [""] * 4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["zamba", "zamba2"])
+def test_blocks_of_a_rehearsal_are_told_their_place(family: str) -> None:
+    """Zamba counts its blocks and tells each its number: then keys went to a layer with a state."""
+    config = tiny_config(family)
+    config.layers_block_type = ["linear_attention"] * 2 + ["hybrid", "linear_attention", "hybrid", "linear_attention", "hybrid"]
+    config.layer_types = list(config.layers_block_type)
+    config.num_hidden_layers, config.hybrid_layer_ids = 7, [2, 4, 6]
+    model = hf.quantize(tf.AutoModelForCausalLM.from_config(config).eval(), keys="int8", values="int8")
+    small, cache = rehearsal._Rehearsal(model, fuse_blocks=True).model, hf.PackedCache(model, 64)
+    assert len(small.model.layers) == 4
+    for tokens in (5, 1, 1):
+        small(torch.ones(2, tokens, dtype=torch.long), past_key_values=cache)
+    assert [n for n, layer in enumerate(cache.layers) if layer in cache.packed and layer.kv is not None] == [2, 6]
+    assert not any("cannot be read" in reason for reason in why_not_fused(small))
+
+
 def test_a_model_that_cannot_be_compiled_for_says_why() -> None:
     with pytest.raises(Unsupported, match="kernels are not compiled ahead: the model is not on one GPU"):
         hf.warm_up(quantized("int4"))

@@ -23,8 +23,9 @@ from halfbyte.hf.latents import LatentLayer
 from halfbyte.hf.model_support import (
     BUCKET,
     DECODE_QUERIES,
-    NAME,
+    STATES,
     all_head_dims,
+    check_attention,
     check_model_support,
     half_type,
     is_latent,
@@ -33,13 +34,13 @@ from halfbyte.hf.model_support import (
     layer_types,
     text_config,
 )
+from halfbyte.hf.progress import APPENDED, CROSS, REQUESTED, WRITTEN, Progress, half_way
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
 
 #: Held while a cache is marked as used.
 _USE = threading.Lock()
 _NO_WAY_BACK = "recurrent and convolutional states cannot go back to earlier tokens; call reset()"
-_CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
 
 def _records_graphs(model_or_config: Any) -> bool:
@@ -103,7 +104,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.packed[0].checks_positions = True
         self._leader = next((n for n in self._packed if layer_chunk(config, n)), self._packed[0])
         self._lead()
-        self._open = False  # a forward has begun and not reached the last layer
+        self._progress = Progress(self._packed, [n for n, kind in enumerate(layer_types(config)) if kind in STATES])
         sizes, dims = Counter[Any](), all_head_dims(config)
         for n in self._packed:
             sizes.update((side, kv_heads(config, n), dim) for side, dim in zip(options[n][:2], dims[n], strict=True))
@@ -148,32 +149,51 @@ class PackedCache(Cache):  # type: ignore[misc]
             layer_idx < len(self.layers),
             f"past_key_values holds {len(self.layers)} layers, and the model has more; make one for it",
         )
+        self._reach(layer_idx, APPENDED)
         if layer_idx == self._packed[0]:
-            if self._open and not self._level():
-                reached = sum(layer.kv is not None for layer in self.packed)
-                raise InvalidArgument(
-                    "past_key_values: an earlier forward stopped half-way, or one of another thread goes on, and its tokens are in "
-                    f"some layers only ({reached} of {len(self._packed)} hold any; a model of fewer layers needs its own cache); "
-                    f"call {'restore() on the cache to forget them, or ' * (not self.has_states)}reset(). {_CROSS}"
-                )
-            self._check_batch(key_states.shape[0])
-            self._open = True
+            self._check_batch(key_states.shape[0], layer_idx)
         try:
             result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except CapacityError as error:
             raise CapacityError(f"past_key_values: {error}. PackedCache.grow(n) makes room for n tokens a sequence") from None
-        self._open = self._open and (layer_idx != self._packed[-1] or self.layers[layer_idx].drafts is not None)
+        if self.layers[layer_idx].drafts is None:  # which are taken back later
+            self._progress.ends(layer_idx, APPENDED)
         return result
 
-    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """The state of a convolution, which the layer that requests it moves on. Raises where `update` does."""
+        self._reach(layer_idx, f"{REQUESTED} {state_idx}")
+        self._progress.ends(layer_idx, REQUESTED)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
         """Move the state of a convolution on. Raises for other sequences than those that are held."""
         if not torch.compiler.is_compiling():
-            self._check_batch(conv_states.shape[0])
-        return super().update_conv_state(conv_states, *args, **kwargs)
+            self._check_batch(conv_states.shape[0], layer_idx)
+            if self.layers[layer_idx].is_recurrent_states_initialized[state_idx]:
+                self._progress.awaits(layer_idx, WRITTEN)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def _check_batch(self, batch: int) -> None:
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Write the state of a recurrence."""
+        result = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        self._progress.ends(layer_idx, WRITTEN)
+        return result
+
+    def _reach(self, layer_idx: int, what: str) -> None:
+        """A forward does `what` to a layer. Raises where an earlier one stopped before its end."""
+        if torch.compiler.is_compiling():
+            return
+        if self._progress.stopped_before(layer_idx, what) and not self._level():
+            count = sum(layer.kv is not None for layer in self.packed)
+            raise half_way(count, len(self._packed), self.has_states)
+        self._progress.begins(layer_idx, what)
+
+    def _check_batch(self, batch: int, layer_idx: int) -> None:
         kv = self.packed[0].kv
         if kv is not None and kv.batch != batch:
+            if layer_idx == self._progress.first:
+                self._progress.forget()  # nothing has changed
             raise InvalidArgument(
                 f"past_key_values holds {kv.batch} sequences, and the input {batch}: pass the same ones, choose by "
                 f"batch_select_indices or batch_repeat_interleave of the cache, or make another cache"
@@ -181,18 +201,20 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     def step(self, layer_idx: int, run: Callable[[KVCache], Any]) -> Any:
         """What `run` gives, which appends the next token of each sequence to a layer in place of `update`; None: it has not."""
-        begins = layer_idx == self._packed[0]
         layer = self.layers[layer_idx]
-        if (begins and self._open) or not _takes_step(layer):
+        if self._progress.stopped_before(layer_idx, APPENDED) or not _takes_step(layer):
             return None
         result = run(layer.kv)
         if result is not None:
-            layer.begins, self._open = False, (begins or self._open) and layer_idx != self._packed[-1]
+            layer.begins = False
+            self._progress.begins(layer_idx, APPENDED)
+            self._progress.ends(layer_idx, APPENDED)
         return result
 
     def expect_drafts(self, prompt: int | None) -> None:
         """Expect drafts after `prompt` tokens, and `crop` after each forward, as `generate()` does; None: no drafts."""
-        self._open = self._open and not self._level()
+        if self._progress.is_open and self._level():
+            self._progress.forget()
         for layer in self.packed:
             layer.drafts = None if prompt is None else Drafts(prompt, DECODE_QUERIES)
 
@@ -263,13 +285,13 @@ class PackedCache(Cache):  # type: ignore[misc]
         buffers = [layer.kv for layer in self.packed if layer.kv is not None]
         if len(buffers) < len(self._packed):
             self.reset()
-        elif self.has_states and self._open:
+        elif self.has_states and self._progress.is_open:
             raise Unsupported(f"restore: {_NO_WAY_BACK}")
         else:
             shortest = torch.stack([kv.lengths.to(buffers[0].device) for kv in buffers]).amin(0)
             for layer in self.packed:
                 layer.keep(shortest)
-        self._open = False
+        self._progress.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; their number is negative.
@@ -299,7 +321,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all tokens; the memory stays allocated."""
         super().reset()
-        self._open = False
+        self._progress.forget()
 
     def grow(self, capacity: int) -> None:
         """Raise the capacity to `capacity` tokens per sequence, keeping the contents. `generate()` does so when needed.
@@ -315,12 +337,18 @@ class PackedCache(Cache):  # type: ignore[misc]
         """A cache like this one, of its own `capacity`, without looking at the model again; None where that is not enough."""
         if self.has_states or self.nbytes or len(self._packed) < len(self.layers):
             return None
-        other = copy(self)
+        other = self.over([copy(layer) for layer in self.layers])
         other.capacity = _whole_buckets(capacity)
-        other.layers = [copy(layer) for layer in self.layers]
         for layer in other.packed:
             layer.capacity, layer.parts = other.capacity, {}
         other._lead()
+        return other
+
+    def over(self, layers: list[Any]) -> PackedCache:
+        """A shallow copy over such layers, through which no forward goes."""
+        other, progress = copy(self), copy(self._progress)
+        progress.forget()
+        other.layers, other._progress = layers, progress
         return other
 
     def _lead(self) -> None:
@@ -353,7 +381,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     @property
     def is_updated(self) -> Any:
         """Of `EncoderDecoderCache`: a model with cross-attention reads it."""
-        raise Unsupported(f"past_key_values is a {type(self).__name__}. {_CROSS}")
+        raise Unsupported(f"past_key_values is a {type(self).__name__}. {CROSS}")
 
 
 def _check_capacity(capacity: int) -> None:
@@ -362,16 +390,6 @@ def _check_capacity(capacity: int) -> None:
 
 def _whole_buckets(capacity: int) -> int:
     return -(-capacity // BUCKET) * BUCKET
-
-
-def check_attention(model_or_config: Any) -> None:
-    """Raise for a model whose attention is not halfbyte's, which could not read a packed cache."""
-    current = getattr(getattr(model_or_config, "config", None), "_attn_implementation", None)
-    if isinstance(model_or_config, torch.nn.Module) and current != NAME:
-        raise InvalidArgument(
-            f"model_or_config uses the attention implementation {current!r}, which cannot read a packed cache; "
-            f'call model.set_attn_implementation("{NAME}") first (halfbyte.hf.quantize does it)'
-        )
 
 
 def _takes_step(layer: Any) -> bool:

@@ -23,6 +23,7 @@ from halfbyte.formats import weight_format
 from halfbyte.hf.default_cache import CALIBRATION, cache_settings
 from halfbyte.hf.external import DRAFTS, ExternalCheckpoint, from_state
 from halfbyte.hf.model_support import model_class, read_config
+from halfbyte.hf.quantization_config import mark_as_it_is
 from halfbyte.hf.quantize_model import check_options, quantize, reports_footprint
 from halfbyte.hf.weights import of_adapters, select
 from halfbyte.paths import is_gguf, new_folder
@@ -56,6 +57,7 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     )
     if target.exists() or target.is_symlink():
         raise InvalidArgument(f"folder={str(target)!r} exists; pass a new name, or remove it first")
+    mark_as_it_is(model)
     if not target.absolute().parent.is_dir():
         raise InvalidArgument(f"folder={str(target)!r}: the folder it would lie in does not exist")
     source = None if tokenizer is None else local_folder(tokenizer)
@@ -79,12 +81,24 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     return target
 
 
+#: How names of a tokenizer's files begin and end: Marian has source.spm, target.spm and target_vocab.json, Whisper a normalizer.
+_TOKENIZERS = (
+    *("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece"),
+    *("sentencepiece", "source", "target", "normalizer", "tekken"),
+)
+_OF_TOKENIZERS = (".json", ".txt", ".model", ".jinja", ".spm")
+#: A folder of more chat templates.
+_TEMPLATES = "additional_chat_templates"
+
+
 def _copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the files of a tokenizer, but no code and no weights."""
-    names = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece")
-    for file in source.iterdir():
-        if file.is_file() and file.stem.startswith(names) and file.suffix in (".json", ".txt", ".model", ".jinja"):
-            shutil.copyfile(file, target / file.name)
+    files = [file for file in source.iterdir() if file.stem.startswith(_TOKENIZERS) and file.suffix in _OF_TOKENIZERS]
+    for file in (*files, *(source / _TEMPLATES).glob("*.jinja")):
+        if file.is_file():
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 @reports_footprint
@@ -271,7 +285,7 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
     try:
         path = Path(snapshot_download(str(folder_or_id), allow_patterns=patterns))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:

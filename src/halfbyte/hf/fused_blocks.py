@@ -45,6 +45,7 @@ from halfbyte.hf.structure import (
     Structure,
     has_hooks,
     norms_of,
+    placed,
     same,
     structure_of,
     survey,
@@ -245,11 +246,15 @@ def with_blocks(model: Any, layers: Sequence[nn.Module]) -> Any:
     """A copy of `model` that shares everything, with some of its blocks."""
     own = blocks(model)
     *path, name = _path(model, own).split(".")
+    numbers: list[int] = []
+    if len(layers) != len(own):
+        places = {id(layer): i for i, layer in reversed(list(enumerate(own)))}
+        numbers = [places[id(layer)] for layer in layers]
+        layers = [placed(layer, number) for layer, number in zip(layers, numbers, strict=True)]
     copy = viewed(model, path, {name: nn.ModuleList(layers)})
     _some[copy] = list(layers)
-    if len(layers) != len(own):
-        around, places = vars(copy.get_submodule(".".join(path))), {id(layer): i for i, layer in enumerate(own)}
-        numbers = [places[id(layer)] for layer in layers]
+    if numbers:
+        around = vars(copy.get_submodule(".".join(path)))
         around |= {key: ConfigOf(x, numbers, len(own)) for key, x in around.items() if isinstance(x, PreTrainedConfig)}
     return copy
 

@@ -161,12 +161,15 @@ class Recurrence:
 
     def __call__(self, x: Rows, block: dict[str, Any]) -> tuple[torch.Tensor, nn.Module | None]:
         cache = block[CACHE]
-        conv_state, state = cache.get_conv_state(self.number), cache.get_recurrent_state(self.number)
+        layer = cache.layers[self.number]
         tokens = (x.hidden if isinstance(x, Unscaled) else x).shape[1]
-        in_place = all(t is not None and t.is_contiguous() for t in (conv_state, state))
+        in_place = layer.has_previous_state[0] and all(
+            t is not None and t.is_contiguous() for t in (layer.conv_states[0], layer.recurrent_states[0])
+        )
         others = cache.is_recording_past(self.number) or any(block.get(name) is not None for name in self.absent)
         if tokens != 1 or not in_place or others:
             return self.own(x, block)
+        conv_state, state = cache.get_conv_state(self.number), cache.get_recurrent_state(self.number)
         q, k, v, z, b, a = self.heads.split([t.squeeze(1) for t in project(x, self.layers)])
         return gated_delta(q, k, v, z, b, a, self.weights, conv_state, state).unsqueeze(1), self.last
 
@@ -210,10 +213,10 @@ def recurred(
 
     def results(run: Form, scale: float) -> Iterator[torch.Tensor]:
         """Over a copy of what was held before the first step."""
-        cache = copy.copy(steps[0].twin)
-        layer = copy.deepcopy(cache.layers[form.number])
-        cache.layers = [layer if i == form.number else one for i, one in enumerate(cache.layers)]
+        layers = list(steps[0].twin.layers)
+        layer = layers[form.number] = copy.deepcopy(layers[form.number])
         for step in steps:
+            cache = steps[0].twin.over(layers)
             call = part.call_in(step, number)
             yield whole(run, call.x * scale, {**part.block_of(call), CACHE: cache})
             yield from (layer.conv_states[0].clone(), layer.recurrent_states[0].clone())

@@ -267,6 +267,7 @@ class _Loop:
     def _choose(self, logits: torch.Tensor) -> None:
         """Choose the next tokens from logits [B, V] or, with drafts, [B, L, V]."""
         forward, choice, tokens = self.forward, self.choice, self.tokens
+        self._note_nan(logits)
         if isinstance(forward, LookupForward):
             key, once = choice.key(None), partial(choice.of_drafts, forward)
             graph_call = once
@@ -291,15 +292,26 @@ class _Loop:
             return False
         return bool((self.length - self.start) % every) or bool(self.tokens.unfinished.any())
 
+    def _note_nan(self, logits: torch.Tensor) -> None:
+        """Take note of sequences that go on with NaN in logits [B, V], or [B, L, V] with drafts: the largest is the first NaN.
+
+        Behind a prompt, and at the end of the longest answer: what makes a NaN goes on making them.
+        """
+        is_watched = self.length == self.start or self.length + 1 >= self.choice.longest
+        if is_watched and not self.config.remove_invalid_values:
+            newest = logits if logits.ndim == 2 else logits[:, 0]
+            self.tokens.undrawn |= self.tokens.unfinished & newest.isnan().any(-1)
+
     def _count(self) -> int:
-        """Tokens of the longest sequence. Raises for sequences that no token could be drawn for."""
+        """Tokens of the longest sequence. Raises for sequences that no token could be chosen for."""
         tokens = self.tokens
         if (count := int(torch.where(tokens.undrawn.any(), -1, tokens.lengths.max()))) >= 0:
             return count
         rows = ", ".join(map(str, tokens.undrawn.nonzero()[:, 0].tolist()))
         raise InvalidArgument(
-            f"do_sample: no token can be drawn for sequence {rows}, whose logits behind all logits processors are NaN, infinite or "
-            f"all -inf; look for what made them so (an overflow in float16, say), or pass remove_invalid_values=True"
+            f"generate: no token can be chosen for sequence {rows}, whose logits are NaN or, behind all logits processors of "
+            f"do_sample, infinite or all -inf; look for what made them so (an overflow in float16, say), or pass "
+            f"remove_invalid_values=True"
         )
 
     def _result(self) -> Any:

@@ -387,3 +387,13 @@ def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:
         f"{name} has {len(given)} entries, and the model {layers} layers; pass one for all layers, or one for each",
     )
     return tuple(given)
+
+
+def check_attention(model_or_config: Any) -> None:
+    """Raise for a model whose attention is not halfbyte's, which could not read a packed cache."""
+    current = getattr(getattr(model_or_config, "config", None), "_attn_implementation", None)
+    if isinstance(model_or_config, torch.nn.Module) and current != NAME:
+        raise InvalidArgument(
+            f"model_or_config uses the attention implementation {current!r}, which cannot read a packed cache; "
+            f'call model.set_attn_implementation("{NAME}") first (halfbyte.hf.quantize does it)'
+        )

@@ -190,6 +190,15 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     keep_names(model)
 
 
+def mark_as_it_is(model: Any) -> None:
+    """Let the quantization_config of a model name what is quantized now: layers may have been replaced, or left out."""
+    config = getattr(model.config, "quantization_config", None)
+    if isinstance(config, HalfbyteConfig) and config.modules:
+        modules = {name: m.format.name for name, m in model.named_modules() if isinstance(m, QuantLayer)}
+        if modules and modules != config.modules:
+            mark_quantized(model, modules)
+
+
 def with_own_config(model: Any) -> Any:
     """The transformers model inside `model`, with a configuration of its own: others may be made from the same object."""
     inner, copies = inner_model(model), dict[int, Any]()

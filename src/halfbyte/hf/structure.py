@@ -11,6 +11,7 @@ where its input or output is a branch's; its kind is the one that gives the same
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -253,6 +254,8 @@ def _part(call: Call, calls: Sequence[Call], given: dict[str, Any]) -> Part:
 
 # Several times faster than torch's own: their host time is part of every first token.
 
+#: An argument of blocks that are passed their place.
+_PLACE = "layer_idx"
 #: What PEFT changes of a layer to turn adapters on and off, without touching a tensor.
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
@@ -286,6 +289,30 @@ class ConfigOf:
     def __getattr__(self, name: str) -> Any:
         x = getattr(self.whole, name)
         return [x[number] for number in self.numbers] if isinstance(x, list | tuple) and len(x) == self.count else x
+
+
+def placed(block: nn.Module, number: int) -> nn.Module:
+    """A block among fewer: a copy that shares everything, for which `number` is its place in the whole model.
+
+    The module around blocks of some families (Zamba) counts them, and passes each its place; other blocks know theirs.
+    """
+    if _PLACE not in _names(block):
+        return block
+    view, kind = viewed(block, [], {}), type(block)
+    view.__class__ = _placed_class(kind)  # type: ignore[arg-type]
+    vars(view)["place"] = {_PLACE: number}
+    return view
+
+
+@functools.cache
+def _placed_class(kind: Any) -> Any:
+    own = kind.forward
+
+    @functools.wraps(own)  # whose arguments are read
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, **{**dict(zip(_names(self), args, strict=False)), **kwargs, **self.place})
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward})
 
 
 class Survey(NamedTuple):
