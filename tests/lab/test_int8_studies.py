@@ -142,6 +142,9 @@ def test_granularity_measures_every_format_and_both_errors() -> None:
     for job in (one(), one(alibi=True), one(outliers=True)):
         assert error(job, "fp16") < 1e-3 < error(job, "int8") < error(job, "int8_tensor") < 0.3
     assert len(gran.drawn(measured)) == 1  # of errors; one context draws no line
+    without = [r for r in measured if r.implementation == gran.OURS or r.case != one(alibi=True).name]
+    said = [any("torch's attention" in sentence for sentence in gran.says(some)) for some in (measured, without)]
+    assert said == [False, True]
     # Outliers change no exact result, but take the room of other channels.
     assert error(one(outliers=True), "fp16") == pytest.approx(error(one(), "fp16"), rel=0.05)
     assert error(one(outliers=True), "int8") > 2 * error(one(), "int8")

@@ -328,7 +328,7 @@ def says(measured: Sequence[Record]) -> list[str]:
         of_bytes = [r.nbytes / base.nbytes for r in ours.values()]
         first += f" and INT8 {', '.join(parts)} of that, in {min(of_bytes):.2f} to {max(of_bytes):.2f} of the bytes"
     first += "; the published kernel (RTX 3090) is a little slower with INT8."
-    sentences = [first, _losses_said(measured), _errors_said(measured, base.case)]
+    sentences = [first, _losses_said(measured), _without_peers(measured), _errors_said(measured, base.case)]
     return [sentence for sentence in sentences if sentence]
 
 
@@ -344,6 +344,13 @@ def _losses_said(measured: Sequence[Record]) -> str:
     return (
         f"Against the fastest FP16 kernel of each case, INT8 (token and head) is slower in {len(slower)} of {len(ours)}: {losses}."
     )
+
+
+def _without_peers(measured: Sequence[Record]) -> str:
+    """Cases whose fastest FP16 kernel can only be ours; "" where there are none."""
+    peers = {r.case for r in measured if r.op == OP and r.implementation != OURS and r.seconds}
+    alone = [_short(r.case) for r in measured if _is_int8(r) and r.seconds and r.case not in peers]
+    return f"Without a time of torch's attention, so that the fastest FP16 kernel is ours: {'; '.join(alone)}." if alone else ""
 
 
 def _is_int8(r: Record) -> bool:
