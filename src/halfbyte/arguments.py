@@ -38,7 +38,7 @@ def check_tensor(
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
     # Messages are built only when raised: this runs once per layer and step, and formatting would dominate.
-    if t.layout is not torch.strided or t.is_neg():  # whose memory holds other numbers than the tensor
+    if not torch.compiler.is_compiling() and (t.layout is not torch.strided or t.is_neg()):  # memory holds other numbers
         how = "negated when it is read; pass resolve_neg() of it" if t.layout is torch.strided else f"{t.layout}; pass a dense one"
         raise InvalidArgument(f"{name} is {how}")
     fits = t.shape == shape or (t.ndim == len(shape) and all(map(_fits, t.shape, shape)))

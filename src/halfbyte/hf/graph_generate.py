@@ -43,6 +43,7 @@ from halfbyte.hf.recorded_step import (
 )
 from halfbyte.hf.rehearsal import Prompts, compile_ahead
 from halfbyte.hf.structure import Survey, survey
+from halfbyte.ops.compiling import active
 
 #: Steps between two looks at whether all sequences have finished; with drafts, which make fewer and longer steps.
 EVERY, EVERY_LOOKUP = 8, 2
@@ -298,7 +299,7 @@ class _Loop:
         Behind a prompt, and at the end of the longest answer: what makes a NaN goes on making them.
         """
         is_watched = self.length == self.start or self.length + 1 >= self.choice.longest
-        if is_watched and not self.config.remove_invalid_values:
+        if is_watched and not self.config.remove_invalid_values and not active():  # launches that only compile give anything
             newest = logits if logits.ndim == 2 else logits[:, 0]
             self.tokens.undrawn |= self.tokens.unfinished & newest.isnan().any(-1)
 
