@@ -91,6 +91,7 @@ def results() -> str:
 CHOICES: tuple[tuple[str, Setting], ...] = (
     *((name, Setting(*formats)) for name, formats in caches().items()),
     ("6.7 bits", Setting("int8", "int4_g32", rotate_keys=True, sink_tokens=4, recent_tokens=16)),
+    ("Weights, 8 bits", Setting(weights="int8_col")),
     ("Weights, default", Setting(weights=WEIGHTS, clip=CLIP)),
     ("Weights, fastest", Setting(weights="int4_sym_g128")),
 )
