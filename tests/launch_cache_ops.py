@@ -465,6 +465,11 @@ def projection(features: int, width: int, fmt: str = "int4_g64", biased: bool = 
     return Projection([torch.zeros(*of, dtype=d) for of, d in parts.values()], fmt, bf16(32, features) if biased else None)
 
 
+def spread(p: Projection) -> Projection:
+    """With codes that are no neighbors in memory."""
+    return p._replace(parts=[torch.stack([t, t], -1)[..., 0] if i == 0 else t for i, t in enumerate(p.parts)])
+
+
 def mixture(tokens: int, inner: int = 128, fmt: str = "int4_g64", biased: bool = False) -> Arguments:
     up, down = projection(2 * inner, 128, fmt, biased), projection(128, inner, fmt, biased)
     return {"x": bf16(tokens, 128), "up": up, "down": down, "ids": ints(tokens, 2), "gates": torch.rand(tokens, 2)}
@@ -481,6 +486,12 @@ MIXTURE = replace(
         "few, and columns to clear": lambda: mixture(128),
         "ids of 64 bits, and biases": lambda: mixture(4096, biased=True) | {"ids": ints(4096, 2).long()},
         "all": dict,
+    },
+    unstored={
+        "gates not contiguous": lambda: {"gates": torch.rand(2, 4096).T},
+        "ids not contiguous": lambda: {"ids": ints(2, 4096).T},
+        "codes not contiguous": lambda: {"up": spread(projection(256, 128))},
+        "a kernel without a plan": lambda: mixture(4096, fmt="nf4_dq"),
     },
     aliased={},
     results=lambda given: [(given["x"].shape, given["x"].dtype)],

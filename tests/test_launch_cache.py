@@ -233,6 +233,15 @@ def test_what_an_engine_calls_is_launched_like_an_earlier_call(op: Suite, gpu: G
     assert not gpu.replayed
 
 
+@pytest.mark.parametrize("extra", MIXTURE.unstored.values(), ids=MIXTURE.unstored.keys())
+@torch.no_grad()
+def test_prompts_of_mixtures_that_are_converted_are_not_stored(extra: Given, gpu: Gpu) -> None:
+    for _ in range(2):
+        MIXTURE.run(**MIXTURE.plain() | extra())
+    assert not launch_cache._launches
+    assert not gpu.replayed
+
+
 @of_ops("twice", lambda op: op.aliased)
 def test_what_was_one_tensor_may_be_two(op: Suite, twice: Given, gpu: Gpu) -> None:
     """A first call with the same memory twice, as in a warm-up, is like one of two tensors: each goes where it belongs."""

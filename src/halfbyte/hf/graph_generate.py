@@ -294,9 +294,9 @@ class _Loop:
         return bool((self.length - self.start) % every) or bool(self.tokens.unfinished.any())
 
     def _note_nan(self, logits: torch.Tensor) -> None:
-        """Take note of sequences that go on with NaN in logits [B, V], or [B, L, V] with drafts: the largest is the first NaN.
+        """Mark sequences that go on although logits [B, V], or [B, L, V] with drafts, hold NaN, of which argmax takes the first.
 
-        Behind a prompt, and at the end of the longest answer: what makes a NaN goes on making them.
+        Looked at behind the prompt and at the longest answer's last step, as a NaN that is cached stays.
         """
         is_watched = self.length == self.start or self.length + 1 >= self.choice.longest
         if is_watched and not self.config.remove_invalid_values and not active():  # launches that only compile give anything

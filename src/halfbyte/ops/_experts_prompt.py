@@ -6,7 +6,6 @@ dequantized rows, and of x and their products for each pair.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -52,7 +51,7 @@ def sorting(ids: torch.Tensor, experts: int, block: int = 0) -> tuple[SortedPair
     from halfbyte.kernels.linear import experts_sort
 
     flat = ids.reshape(-1)
-    new = functools.partial(flat.new_empty, dtype=torch.int32)
+    new = partial(flat.new_empty, dtype=torch.int32)
     blocks = new(1 + len(flat) // block + min(len(flat), experts), 4) if block else None
     pairs = SortedPairs(new(len(flat)), new(len(flat)), new(experts + 1), new(len(flat)), blocks)
     return pairs, experts_sort.launches(flat, *pairs, block)
@@ -60,7 +59,7 @@ def sorting(ids: torch.Tensor, experts: int, block: int = 0) -> tuple[SortedPair
 
 def run(call: ExpertsCall, way: Way, out: torch.Tensor) -> None:
     """One projection."""
-    call = _contiguous(call)
+    call = contiguous_call(call)
     pairs, steps = sorting(call.ids, call.weight.shape[0], block(way))
     x, order, gather = _rows(call, way, pairs)
     for step in (*steps, *gather, *_multiply_and_combine(call, way, x, order, pairs, pairs.place, out)):
@@ -150,18 +149,18 @@ def _product(
         routing = pairs.blocks, order, call.activation
         arguments = [x], [call.weight], [call.bias], [y], way, partials, semaphores
         return y, [partial(portable.launch, *arguments, *routing)]
+    kernel = kernel_of(way)
     if permuting(way) is None:
-        stack = stack_of(call.weight, call.bias, y)
-        return y, kernel_of(way).launches(x, stack, way, None, None, blocks=pairs.blocks)
+        return y, kernel.launches(x, stack_of(call.weight, call.bias, y), way, None, None, blocks=pairs.blocks)
     steps: Steps = []
     if onto := way.spec.epilogue.order:
         y = x.new_empty(len(x), -(-width // onto.chunk) * onto.chunk)
         if (written := -(-width // 64) * 64) < y.shape[1]:
             steps.append(clear(y, written))
-    return y, [*steps, *kernel_of(way).launches(x, stack_of(call.weight, call.bias, y), way, call.weight.shape[2], pairs.blocks)]
+    return y, [*steps, *kernel.launches(x, stack_of(call.weight, call.bias, y), way, call.weight.shape[2], pairs.blocks)]
 
 
-def _contiguous(call: ExpertsCall) -> ExpertsCall:
+def contiguous_call(call: ExpertsCall) -> ExpertsCall:
     """The call with what kernels read without strides made contiguous."""
     x, w, ids, gates, bias, _ = call[:6]
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))

@@ -68,16 +68,13 @@ class MlpCall(NamedTuple):
 
     def contiguous(self) -> MlpCall:
         """With what kernels read without strides made contiguous."""
-        up, down = (Projection([t.contiguous() for t in p.parts], p.format, _contiguous(p.bias)) for p in (self.up, self.down))
-        x = self.x if self.x.stride(-1) == 1 else self.x.contiguous()
-        return self._replace(x=x, up=up, down=down, ids=self.ids.contiguous(), gates=self.gates.contiguous())
+        calls = up, down = [_experts_prompt.contiguous_call(call) for call in self.projections()]
+        first, last = (Projection([*c.weight.parts().values()], c.weight.format.name, c.bias) for c in calls)
+        assert down.gates is not None
+        return self._replace(x=up.x, up=first, down=last, ids=up.ids, gates=down.gates)
 
     def new_results(self) -> list[torch.Tensor]:
         return [self.projections()[1].new_result()]
-
-
-def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.contiguous()
 
 
 class PromptPlan(NamedTuple):

@@ -252,7 +252,7 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
         for chunk in past.chunks:
             latents, keys = past.workspace[: chunk.num_context_tokens].unsqueeze(1).split(self.dims[::-1], -1)
             bounds = chunk.cu_seq_lens.clone()
-            table = prefill.block_table[chunk.request_slice].clone()  # a copy, as above
+            table = prefill.block_table[chunk.request_slice].clone()  # kernels take aligned tables only
             lengths = chunk.starts + bounds.diff()
             cache = PagedView(*self.buffers(kv_c_and_k_pe_cache), lengths, table, self.formats.rotate_keys)
             unpack_pages(cache, bounds, keys, latents)
