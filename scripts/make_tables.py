@@ -35,7 +35,7 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def case_name(case: str) -> str:
     """A case as readers know it: `8192 x 8192, 1 row` is `8192 x 8192, M = 1`, `64 rows, 64/1` is `64 query rows, 64/1`."""
-    return re.sub(r"^(\d+) rows, ", r"\1 query rows, ", re.sub(r", (\d+) rows?$", r", M = \1", case.removeprefix("prefill, ")))
+    return re.sub(r"^(\d+) rows, ", r"\1 query rows, ", re.sub(r", (\d+) rows?$", r", M = \1", case))
 
 
 def formats() -> str:
@@ -171,6 +171,7 @@ def _records(path: Path, changed: int) -> tuple[Record, ...]:
 
 LINEAR_CHART = "docs/performance/linear.svg"
 OURS = "halfbyte auto"
+COLUMNS = (*linear_targets.FORMATS, linear_targets.INT8_X)
 #: Codes of weights that Humming reads.
 HUMMING = tuple(map(literature.code_of, linear_baselines.HUMMING))
 
@@ -194,11 +195,10 @@ def linear() -> str:
     rows = [_linear_cells(case, [r for r in measured if r.case == case]) for case in cases]
     headers = (
         "case",
-        *linear_targets.FORMATS,
+        *COLUMNS,
         "cuBLAS bf16",
         "tinygemm",
         "published split-K",
-        "dequantize first",
         "fastest INT4 in the literature",
     )
     text = f"{where_text(measured)} Microseconds, overlapping launches, and share of the roofline; literature: {literature.SOURCE}."
@@ -209,12 +209,10 @@ def linear() -> str:
 def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     ours = {r.formats: r for r in found if r.implementation == OURS}
     peers = {r.implementation: tables.us(r.seconds) for r in found if not r.implementation.startswith("halfbyte")}
-    cells = [
-        f"{tables.us(r.seconds)}, {100 * (r.roof_share or 0):.0f} %" if (r := ours.get(f)) else "" for f in linear_targets.FORMATS
-    ]
+    cells = [f"{tables.us(r.seconds)}, {100 * (r.roof_share or 0):.0f} %" if (r := ours.get(f)) else "" for f in COLUMNS]
     shape = found[0].shape
     other = literature.fastest(shape["N"], shape["K"], shape["M"], linear_targets.INT4)
-    names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED, "dequantize, then cuBLAS")
+    names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED)
     best = "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}"
     return [case_name(case), *cells, *(peers.get(name, "") for name in names), best]
 

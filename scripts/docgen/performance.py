@@ -14,10 +14,10 @@ def by_batch() -> str:
     """INT4 weights over cuBLAS, from the worst layer to the best, by batch size M."""
     ours = [r for r in linear() if r.formats == "int4_sym_g128" and r.peer_seconds]
     rows = []
-    for m in sorted({r.shape["M"] for r in ours if not r.case.startswith("prefill")}):
-        mine = [r for r in ours if r.shape["M"] == m and not r.case.startswith("prefill")]
+    for m in sorted({r.shape["M"] for r in ours}):
+        mine = [r for r in ours if r.shape["M"] == m]
         large = [r for r in mine if r.shape["N"] * r.shape["K"] >= 8192**2]
-        rows.append((str(m), _span(mine), _span(large), _roofline(mine)))
+        rows.append((f"{m:,}", _span(mine), _span(large), _roofline(mine)))
     heads = ("M", "speed-up, all layers", "8192 x 8192 and larger", "of roofline, all layers")
     return f"{tables.where_text(ours)}\n\n{markdown(heads, rows)}"
 

@@ -25,7 +25,7 @@ from halfbyte_lab.extract import Metadata, Projections
 from halfbyte_lab.measure import charts, records, session
 from halfbyte_lab.measure.checks import BenchmarkRefused
 from halfbyte_lab.measure.cupti import Kernel
-from halfbyte_lab.measure.linear import copies_of
+from halfbyte_lab.measure.linear import copies_of, promise
 from halfbyte_lab.measure.page import write_page
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.session import Session
@@ -58,11 +58,16 @@ def test_every_row_of_the_table_of_bars() -> None:
         ("8192 x 8192, 16 rows", "nvfp4", "share_of_int4", 0.9),
         ("8192 x 8192, 16 rows", "nf4", "roof_share", 0.6),
         ("6144 x 4096, 64 rows", "nf4", "times_quoted", 1.0),
-        ("prefill, 8192 x 8192, 4096 rows", INT4, "over_expanded", 1.05),
+        ("6144 x 4096, 64 rows", "int4_g128", "times_16_bit", 1.15),
+        ("8192 x 8192, 256 rows", "int4_g128", "times_16_bit", 1.0),
+        ("8192 x 8192, 256 rows", "nf4", "times_16_bit", 0.95),
+        ("8192 x 8192, 4096 rows", INT4, "times_16_bit", 0.95),
+        ("4096 x 14336, 2048 rows", linear_targets.INT8_X, "times_16_bit", 1.3),
     ):
         assert found[case, formats, quantity] == bound  # type: ignore[index]
     assert ("4096 x 4096, 16 rows", INT4, "seconds") not in found
     assert ("4096 x 4096, 1 row", INT4, "times_16_bit") not in found
+    assert ("8192 x 8192, 256 rows", linear_targets.INT8_X, "times_16_bit") not in found  # x is not rounded there
     for layer in linear_targets.LAYERS:
         assert all(weight_format(f) for f in layer.formats)
     assert set(linear_targets.QUICK_LAYERS) <= {layer.name for layer in linear_targets.LAYERS}
@@ -89,18 +94,16 @@ def test_figures_stand_beside_those_of_their_own_case() -> None:
     ours = rec("a", shape, INT4, "halfbyte auto", 10e-6, roof_share=0.8)
     nvfp4 = rec("a", shape, "nvfp4", "halfbyte auto", 20e-6, roof_share=0.6)
     others = [rec("a", shape, "bf16", "cuBLAS", 30e-6), rec("a", shape, "int4", "tinygemm", 25e-6)]
-    others += [rec("a", shape, "int4", linear_targets.PUBLISHED, 50e-6), rec("a", shape, INT4, linear_baselines.EXPANDED, 40e-6)]
+    others += [rec("a", shape, "int4", linear_targets.PUBLISHED, 50e-6)]
     beside = [ours, nvfp4, *others]
     found = linear_cases.figures(ours, beside)
     assert found["times_16_bit"] == pytest.approx(3)
     assert found["times_4_bit"] == pytest.approx(2.5)
     assert found["times_quoted"] == pytest.approx(1.562)
-    assert found["over_expanded"] == pytest.approx(0.25)
     assert found["share_of_int4"] == pytest.approx(1)
     found = linear_cases.figures(nvfp4, beside)
     assert found["share_of_int4"] == pytest.approx(0.75)
     assert found["times_quoted"] == pytest.approx(19.41 / 20, rel=0.02)
-    assert found["over_expanded"] is None
     assert linear_cases.figures(dataclasses.replace(ours, method="cuda, not captured (x)"), beside) == {}
 
 
@@ -129,16 +132,19 @@ def test_a_layer_is_measured_beside_its_peers() -> None:
     assert all(len(row) == len(linear_targets.HEADERS) for row in rows)
 
 
-def test_prefill_is_held_against_dequantizing_first() -> None:
-    layer = LinearCase(64, 256, "prefill", (128,), ("nf4",), (128,))
-    measured = list(linear_cases.LayerJob(layer, ("auto",)).measure(quick()))
-    assert [(r.formats, r.implementation) for r in measured] == [
-        ("bf16", "cuBLAS"),
-        ("nf4", linear_baselines.EXPANDED),
-        ("nf4", "halfbyte auto"),
-    ]
-    (verdict,) = measured[2].bars
-    assert verdict.value == pytest.approx((measured[2].seconds or 0) / (measured[1].seconds or 1))
+def test_a_prompt_is_held_against_16_bits_and_over_what_is_multiplied() -> None:
+    """Peers for few rows take no part; a format that rounds x to INT8 is judged over integers, which differ from x by 1 %."""
+    measured = list(linear_cases.LayerJob(LinearCase(64, 256, "prompt", (512,)), ("auto",)).measure(quick(pattern="int4_g128")))
+    plain, exact, rounded = measured
+    assert [r.implementation for r in measured] == ["cuBLAS", "halfbyte auto", "halfbyte auto"]
+    assert [r.formats for r in measured] == ["bf16", "int4_g128", linear_targets.INT8_X]
+    assert not any(r.refused for r in measured)
+    assert [r.bars[0].bound for r in (exact, rounded)] == [0.95, 1.3]
+    assert exact.bars[0].value == pytest.approx((plain.seconds or 0) / (exact.seconds or 1))
+    x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = halfbyte.quantize(torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), linear_targets.INT8_X)
+    assert promise(x, weight)(halfbyte.linear(x, weight)).ok
+    assert not promise(x, weight)(torch.nn.functional.linear(x, weight.dequantize().bfloat16())).ok
 
 
 def test_a_product_that_goes_wrong_while_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +197,6 @@ def test_peers_give_the_right_numbers() -> None:
     for peer in (
         linear_baselines.cublas(w.bfloat16(), lambda n: 2),
         *linear_baselines.low_bit(weight, lambda n: 2),
-        linear_baselines.expanded(rotation),
     ):
         judge = linear_baselines.judged_loosely(peer.values, x)
         assert all(judge(call(x[:rows])).ok for call in peer.calls for rows in (1, 5))

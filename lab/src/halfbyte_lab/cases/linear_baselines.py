@@ -1,4 +1,4 @@
-"""What linear layers are held against in the same run: cuBLAS in bf16, tinygemm, the published split-K kernel, dequantize first.
+"""What linear layers are held against in the same run: cuBLAS in bf16, tinygemm, the published split-K kernel.
 
 Humming (0.1.19) joins where `humming-kernels` is installed: at its first call it compiles a kernel for each size.
 
@@ -26,7 +26,7 @@ from halfbyte_lab.cases.linear_targets import INT4, PUBLISHED
 from halfbyte_lab.cases.literature import code_of
 from halfbyte_lab.measure.checks import Accuracy
 
-CUBLAS, TINYGEMM, EXPANDED = "cuBLAS", "tinygemm", "dequantize, then cuBLAS"
+CUBLAS, TINYGEMM = "cuBLAS", "tinygemm"
 #: What Humming reads of our formats, by the names of its schemas.
 HUMMING: dict[str, dict[str, Any]] = {
     INT4: {"dtype": "int4"},
@@ -147,19 +147,6 @@ def humming(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline
 
 def _refuse(error: Exception, x: torch.Tensor) -> torch.Tensor:
     raise error
-
-
-def expanded(rotation: Sequence[QuantTensor]) -> LinearBaseline:
-    """The whole weight dequantized into one buffer, then torch's linear layer."""
-    weight = rotation[0]
-    buffer = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    calls = [partial(_expanded, one, buffer) for one in rotation]
-    return LinearBaseline(EXPANDED, weight.format.name, weight.nbytes, calls, weight.dequantize(torch.bfloat16))
-
-
-def _expanded(weight: QuantTensor, buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    dequantize_rows([weight], buffer)
-    return F.linear(x, buffer)
 
 
 def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: int = 0) -> None:

@@ -18,8 +18,8 @@ from halfbyte.plans import plan
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab import precompile
 from halfbyte_lab.cases import linear_baselines, literature
-from halfbyte_lab.cases.linear_baselines import EXPANDED, Judge, LinearBaseline
-from halfbyte_lab.cases.linear_targets import INT4, LAYERS, PUBLISHED, QUICK_LAYERS, QUICK_ROWS, LinearCase, targets_of
+from halfbyte_lab.cases.linear_baselines import Judge, LinearBaseline
+from halfbyte_lab.cases.linear_targets import INT4, LAYERS, PUBLISHED, QUICK_LAYERS, QUICK_ROWS, ROWS, LinearCase, targets_of
 from halfbyte_lab.cases.targets import Figures, judge
 from halfbyte_lab.measure.linear import copies_of, promise
 from halfbyte_lab.measure.records import Record, with_timing
@@ -102,7 +102,7 @@ class LayerJob:
                 yield from self._refused(session, selection, error)
                 return
             for rows, pairs in selection.items():
-                yield from self._case(session, rows, [e for e in entries if _takes_part(e, pairs)], x[:rows])
+                yield from self._case(session, rows, [e for e in entries if _takes_part(e, rows, pairs)], x[:rows])
         session.free()
 
     def _entries(
@@ -115,11 +115,8 @@ class LayerJob:
         for name in dict.fromkeys(f for pairs in wanted.values() for f, _ in pairs):
             weight = halfbyte.quantize(w, name)
             rotation = copies_of(weight, copies(weight.nbytes))
-            if layer.prefill:
-                yield Entry.of(linear_baselines.expanded(rotation), x)
-            else:
-                yield from (Entry.of(peer, x) for peer in linear_baselines.low_bit(weight, copies))
-            judge = promise(x, weight.dequantize)
+            yield from (Entry.of(peer, x) for peer in linear_baselines.low_bit(weight, copies))
+            judge = promise(x, weight)
             for impl in dict.fromkeys(impl for pairs in wanted.values() for f, impl in pairs if f == name):
                 calls = [partial(_linear, weight=one, impl=impl) for one in rotation]
                 yield Entry(f"halfbyte {impl}", name, weight.nbytes, calls, judge, torch.Tensor.contiguous, True)
@@ -148,13 +145,15 @@ class LayerJob:
         return Record(self.op, shape, formats, implementation, nbytes, session.environment, case=self.layer.case(rows))
 
 
-def _takes_part(entry: Entry, wanted: Sequence[tuple[str, str]]) -> bool:
-    """Whether a candidate is measured where these are wanted: ours if it is one of them, a peer if it stands beside one."""
+def _takes_part(entry: Entry, rows: int, wanted: Sequence[tuple[str, str]]) -> bool:
+    """Whether a candidate is measured where these are wanted: ours if it is one of them, a peer if it stands beside one and is made
+    for so many rows.
+    """
     if entry.ours:
         return (entry.formats, entry.implementation.removeprefix("halfbyte ")) in wanted
     formats = [f for f, _ in wanted]
-    if entry.implementation == EXPANDED:
-        return entry.formats in formats
+    if rows > ROWS[-1] and entry.implementation in (linear_baselines.TINYGEMM, PUBLISHED):
+        return False
     return entry.formats in ("bf16", *map(literature.code_of, formats))
 
 
@@ -222,7 +221,6 @@ def figures(record: Record, beside: Sequence[Record]) -> Figures:
 
     other = literature.fastest(record.shape["N"], record.shape["K"], record.shape["M"], record.formats)
     int4 = [r.roof_share for r in beside if r.formats == INT4 and r.implementation == record.implementation and r.roof_share]
-    expansion = fastest([EXPANDED], [record.formats])
     return {
         "roof_share": record.roof_share,
         "seconds": seconds,
@@ -230,7 +228,6 @@ def figures(record: Record, beside: Sequence[Record]) -> Figures:
         "times_4_bit": times(fastest([linear_baselines.TINYGEMM, PUBLISHED], ["int4"])),
         "times_quoted": times(other.seconds if other else None),
         "share_of_int4": (record.roof_share or 0.0) / int4[0] if int4 else None,
-        "over_expanded": seconds / expansion if expansion else None,
     }
 
 

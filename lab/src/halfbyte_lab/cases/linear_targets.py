@@ -9,23 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from halfbyte.formats import ROUNDED_ROWS
 from halfbyte_lab.cases import literature
 from halfbyte_lab.cases.targets import Target, bound_text, verdict_text
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record
 from halfbyte_lab.measure.tables import Table, us
 
-#: Rows of x in decoding and in prefill.
+#: Rows of x in decoding and in prompts.
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-PREFILL = (128, 512, 1024, 4096)
+PROMPTS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
-INT4 = "int4_sym_g128"
-FORMATS = (INT4, "int4_g128", "nf4", "mxfp4", "nvfp4", "int8_col")
+#: Formats with few rows, those with many, and the one that rounds x to INT8 from `ROUNDED_ROWS` on.
+INT4, ZEROS, INT8_X = "int4_sym_g128", "int4_g128", "int4_g128_a8"
+FORMATS = (INT4, ZEROS, "nf4", "mxfp4", "nvfp4", "int8_col")
+PROMPT_FORMATS = FORMATS[:-1]
 
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A weight [n, k], the rows of x that it is multiplied with, and the formats at those rows (`few`: at the others too)."""
+    """A weight [n, k], the rows of x that it is multiplied with, and the formats at `few` of the rows of decoding: the first at
+    all, and those of prompts at theirs.
+    """
 
     n: int
     k: int
@@ -36,13 +41,8 @@ class LinearCase:
 
     @property
     def name(self) -> str:
-        """ "8192 x 8192", "prefill, 8192 x 8192"."""
-        return ("prefill, " if self.prefill else "") + f"{self.n} x {self.k}"
-
-    @property
-    def prefill(self) -> bool:
-        """Whether rows are so many that dequantizing the whole weight first is a rival."""
-        return self.rows[0] >= PREFILL[0]
+        """ "8192 x 8192"."""
+        return f"{self.n} x {self.k}"
 
     def case(self, rows: int) -> str:
         """The name of one case: "8192 x 8192, 4 rows"."""
@@ -50,22 +50,22 @@ class LinearCase:
 
     def formats_at(self, rows: int) -> tuple[str, ...]:
         """The formats that are measured with so many rows."""
+        if rows > ROWS[-1]:
+            return (*PROMPT_FORMATS, *([INT8_X] if rows >= ROUNDED_ROWS else ()))
         return self.formats if rows in self.few else self.formats[:1]
 
 
 #: The QKV, output, gate-and-up and down projections of Llama-3-8B and 70B, and three squares.
 LAYERS = (
-    LinearCase(4096, 4096, "output of Llama-3-8B"),
-    LinearCase(6144, 4096, "QKV of Llama-3-8B"),
-    LinearCase(28672, 4096, "gate and up of Llama-3-8B", few=(1, 16)),
-    LinearCase(4096, 14336, "down of Llama-3-8B", few=(1, 16)),
-    LinearCase(8192, 8192, "output of Llama-3-70B"),
+    LinearCase(4096, 4096, "output of Llama-3-8B", ROWS + PROMPTS),
+    LinearCase(6144, 4096, "QKV of Llama-3-8B", ROWS + PROMPTS),
+    LinearCase(28672, 4096, "gate and up of Llama-3-8B", ROWS + PROMPTS, few=(1, 16, 64)),
+    LinearCase(4096, 14336, "down of Llama-3-8B", ROWS + PROMPTS, few=(1, 16, 64)),
+    LinearCase(8192, 8192, "output of Llama-3-70B", ROWS + PROMPTS),
     LinearCase(10240, 8192, "QKV of Llama-3-70B"),
     LinearCase(57344, 8192, "gate and up of Llama-3-70B", few=(1, 16)),
     LinearCase(8192, 28672, "down of Llama-3-70B", few=(1, 16)),
     LinearCase(16384, 16384, "a square"),
-    LinearCase(4096, 4096, "prefill", PREFILL, (INT4, "nf4", "nvfp4"), PREFILL),
-    LinearCase(8192, 8192, "prefill", PREFILL, (INT4, "nf4", "nvfp4"), PREFILL),
 )
 #: What `--quick` measures.
 QUICK_LAYERS, QUICK_ROWS = ("4096 x 4096", "8192 x 8192"), (1, 4, 16, 64)
@@ -76,24 +76,28 @@ _SHARES: Mapping[tuple[int, int], Mapping[int, float]] = {
     (10240, 8192): dict.fromkeys((1, 2, 4, 8), 0.85),
 }
 _SECONDS: Mapping[tuple[int, int], float] = {(4096, 4096): 5.2e-6, (6144, 4096): 6.4e-6}
-#: Times that cuBLAS in bf16 takes, from 8192 x 8192 on.
+#: Speed-ups over cuBLAS in bf16: from 8192 x 8192 on, of smaller layers at M = 64, of prompts, and with x in INT8.
 _TIMES_CUBLAS = {1: 3.0, 2: 3.0, 4: 3.0, 8: 3.0, 16: 2.4, 32: 1.9, 64: 1.7}
+_TIMES_CUBLAS_SMALL, _TIMES_CUBLAS_PROMPT, _TIMES_CUBLAS_INT8_X = 1.15, 0.95, 1.3
 
 
 def targets_of(layer: LinearCase, rows: int, formats: str) -> list[Target]:
     """The bars of one format on a layer with so many rows."""
     case, size = layer.case(rows), (layer.n, layer.k)
-    if layer.prefill:
-        return [Target(case, formats, "over_expanded", 1.05)]
+    if rows > ROWS[-1]:
+        prompt = 1.0 if rows <= 256 and formats in (INT4, ZEROS) else _TIMES_CUBLAS_PROMPT
+        return [Target(case, formats, "times_16_bit", _TIMES_CUBLAS_INT8_X if formats == INT8_X else prompt)]
     targets = []
     if formats == INT4:
         if share := _SHARES.get(size, {}).get(rows):
             targets.append(Target(case, formats, "roof_share", share))
         if size in _SECONDS and rows <= 8:
             targets.append(Target(case, formats, "seconds", _SECONDS[size]))
-        if layer.n * layer.k >= 8192 * 8192:
-            targets.append(Target(case, formats, "times_16_bit", _TIMES_CUBLAS[rows]))
         targets.append(Target(case, formats, "times_4_bit", 1.0))
+    if formats in (INT4, ZEROS) and layer.n * layer.k >= 8192 * 8192:
+        targets.append(Target(case, formats, "times_16_bit", _TIMES_CUBLAS[rows]))
+    elif formats in (INT4, ZEROS) and size in _SECONDS and rows == ROWS[-1]:
+        targets.append(Target(case, formats, "times_16_bit", _TIMES_CUBLAS_SMALL))
     if size == (8192, 8192) and rows <= 16:
         targets += [Target(case, f, "share_of_int4", 0.9) for f in ("mxfp4", "nvfp4") if f == formats]
         targets += [Target(case, f, "roof_share", 0.6) for f in ("nf4",) if f == formats]
@@ -145,8 +149,6 @@ def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, 
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for ours in (r for r in latest(measured) if r.formats == INT4 and _is_ours(r) and r.seconds and r.roof_gb_per_s):
         rows, size = ours.shape["M"], (ours.shape["N"], ours.shape["K"])
-        if rows not in ROWS:
-            continue
         read = ours.nbytes / (1e9 * (ours.roof_gb_per_s or 1.0))
         beside = [r for r in latest(measured) if r.case == ours.case and r.seconds]
         same = [r for r in beside if r.formats in ("bf16", literature.code_of(INT4)) and not _is_ours(r)]

@@ -291,7 +291,7 @@ class FusedJob:
         nbytes = {name: first.sixteen.nbytes if name == SIXTEEN else first.nbytes for name in ways}
         blanks = {name: Record(FUSED_OP, shape, fmt, name, nbytes[name], session.environment, case=case) for name in ways}
         calls = {name: [partial(way, x, layer) for layer in rotation] for name, way in ways.items()}
-        rights = [promise_of_linear(x, w.dequantize) for w in first.weights]
+        rights = [promise_of_linear(x, w) for w in first.weights]
         trials = {
             f"{name} {how}": Trial(f"{name} {how}", Work(fns, paired=how == "chained"), partial(_judged, rights))
             for name, fns in calls.items()

@@ -26,7 +26,6 @@ QUANTITIES: dict[str, tuple[str, str]] = {
     "times_4_bit": ("at least {} 4-bit baselines", "x"),
     "times_quoted": ("at least {} quoted", "x"),
     "share_of_int4": ("at least {} of int4's share", "%"),
-    "over_expanded": ("at most {} dequantize, then cuBLAS", "x"),
     "times_published": ("at least {} the published kernel", "x"),
     "gain": ("at least {} data-parallel, in the mean", "x"),
     "peak_gain": ("at least {} data-parallel, at best", "x"),
@@ -53,7 +52,6 @@ class Target:
     times_4_bit      how many times faster than the fastest 4-bit baseline of the same run
     times_quoted     the same, of the figures in `literature.py`, which are of another run on the same type of GPU
     share_of_int4    share of the roof over int4's share of its own
-    over_expanded    time over that of dequantizing the weight and multiplying with it
     times_published  how many times faster than the published split-K kernel
     gain, peak_gain  how many times faster the best decomposition is than data-parallel tiles: mean, largest
     times_three      how many times faster one launch for q, k and v is than three of the same kernel

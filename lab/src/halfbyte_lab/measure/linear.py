@@ -13,6 +13,7 @@ import halfbyte
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
 from halfbyte.plans import plan
+from halfbyte.reference.linear import factors
 from halfbyte.tensors import QuantTensor
 from halfbyte_lab.measure.checks import Accuracy, linear_accuracy
 from halfbyte_lab.measure.session import Candidate, Case, Session
@@ -84,7 +85,7 @@ def inputs(shape: LinearShape, device: torch.device) -> tuple[torch.Tensor, torc
 def _peer(session: Session, x: torch.Tensor, w: torch.Tensor) -> Candidate:
     nbytes = w.nbytes + _activations(x, w.shape[0])
     fns = [lambda w=w: F.linear(x, w) for w in [w, *(w.clone() for _ in range(session.copies(nbytes) - 1))]]
-    return Candidate("torch linear", "bf16" if w.dtype is torch.bfloat16 else "fp16", nbytes, fns, promise(x, lambda: w.float()))
+    return Candidate("torch linear", "bf16" if w.dtype is torch.bfloat16 else "fp16", nbytes, fns, promise(x, w))
 
 
 def _ours(session: Session, x: torch.Tensor, w: torch.Tensor, name: str, impl: str) -> Candidate:
@@ -92,7 +93,7 @@ def _ours(session: Session, x: torch.Tensor, w: torch.Tensor, name: str, impl: s
     nbytes = weight.nbytes + _activations(x, w.shape[0])
     rotation = copies_of(weight, session.copies(nbytes))
     fns = [lambda weight=weight: halfbyte.linear(x, weight, impl=impl) for weight in rotation]
-    return Candidate(f"halfbyte {impl}", name, nbytes, fns, promise(x, weight.dequantize))
+    return Candidate(f"halfbyte {impl}", name, nbytes, fns, promise(x, weight))
 
 
 def _activations(x: torch.Tensor, n: int) -> int:
@@ -100,16 +101,16 @@ def _activations(x: torch.Tensor, n: int) -> int:
     return x.nbytes + x.shape[0] * n * x.element_size()
 
 
-def promise(x: torch.Tensor, values: Callable[[], torch.Tensor]) -> Callable[[torch.Tensor], Accuracy]:
-    """The promise over the weights that `values` gives, for results of the first rows of any x [M, K]; the reference is computed
-    once, when it is first needed.
+def promise(x: torch.Tensor, weight: QuantTensor | torch.Tensor) -> Callable[[torch.Tensor], Accuracy]:
+    """The promise over a weight [N, K], for results of the first rows of any x [M, K]; the reference is computed once, when it is
+    first needed. Where a format rounds x, it is over what is multiplied then.
     """
     references: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def judge(out: torch.Tensor) -> Accuracy:
         if not references:
-            w = values()
-            references.append((F.linear(x, w.to(x.dtype)), F.linear(x.double(), w.double())))
+            rows, values = factors(x, weight) if isinstance(weight, QuantTensor) else (x.double(), weight.double())
+            references.append((F.linear(rows.to(x.dtype), values.to(x.dtype)), F.linear(rows, values)))
         base, ref = references[0]
         return linear_accuracy(out, base[: out.shape[0]], ref[: out.shape[0]])
 

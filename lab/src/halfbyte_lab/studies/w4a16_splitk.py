@@ -93,7 +93,7 @@ class SizeJob:
             w = torch.randn(self.n, self.k, generator=generator, device=device).mul_(self.k**-0.5)
             weights, zeros = (_rotation(session, halfbyte.quantize(w, name)) for name in (INT4, ZEROS))
             layouts = {name: kernel.store(weights) for name, kernel in KERNELS.items()}
-            right, same = (promise(x, rotation[0].dequantize) for rotation in (weights, zeros))
+            right, same = (promise(x, rotation[0]) for rotation in (weights, zeros))
             theirs = judged_loosely(weights[0].dequantize(), x)  # its sums are of fp16
             for m in rows:
                 forms = _forms(session, weights, layouts, x[:m])

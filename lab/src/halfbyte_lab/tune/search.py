@@ -202,7 +202,7 @@ class LinearTuning:
         nbytes = sum(weight.nbytes for weight in weights)
         count = max(2, session.copies(nbytes))
         rotation = [list(one) for one in zip(*(copies_of(weight, count) for weight in weights), strict=True)]
-        judges = [promise(x, weight.dequantize) for weight in weights]
+        judges = [promise(x, weight) for weight in weights]
         return (
             nbytes,
             lambda plan: [partial(by_plan.linear, x, one, plan) for one in rotation],
