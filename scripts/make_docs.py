@@ -84,7 +84,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance/comparisons.md": {"losses": performance.losses, "libraries": performance.libraries},
     **{f"docs/performance/{name}.md": {name: partial(tables.study, name)} for name in QUESTIONS},
 }
-BLOCKS["docs/performance/prompts.md"]["first tokens"] = users.first_tokens
+BLOCKS["docs/performance/prompts.md"] |= {"first tokens": users.first_tokens, "layers of prompts": users.layers_of_prompts}
 
 
 def pages() -> list[Path]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from docgen.sources import tables
 
+#: What lines of first tokens call the sizes.
+MODELS_OF = {"llama-3-8b": "Llama 3 8B", "qwen3-1.7b": "Qwen3 1.7B"}
 _SIZES = "Llama 3 8B's sizes with random weights"
 #: Other models in vLLM, by their sizes in `halfbyte_lab.serving`: the name, and the mode with halfbyte.
 _OTHERS = {
@@ -146,17 +148,34 @@ def _shapes(rows: _Rows, what: str, modes: tuple[str, ...]) -> list[str]:
 
 
 def first_tokens() -> str:
-    """A line for each prompt: 16 bits, and the default call."""
-    rows = [r for r in tables.json_lines("first-token.jsonl") if r["what"] == "first_token"]
-    plain = {(r["batch"], r["tokens"]): r["ms"] for r in rows if r["side"] == "bf16"}
-    packed = {(r["batch"], r["tokens"]): r["ms"] for r in rows if r["side"] == "halfbyte"}
-    lines = [
-        (f"{b} x {n:,}", f"{plain[b, n]:.1f}", f"{packed[b, n]:.1f}", f"{packed[b, n] / plain[b, n]:.2f}")
-        for b, n in sorted(packed, key=lambda at: (at[0] * at[1], at[0]))
-    ]
+    """By model, a line for each prompt: 16 bits, and the default call."""
+    rows = [r for r in tables.json_lines("first-token.jsonl") if r["what"] == "first_token" and "ms" in r]
+    sides = {(r["sizes"], r["batch"], r["tokens"], r["side"]): r for r in rows}
+    cases = sorted({key[:3] for key in sides if key[3] == "halfbyte"}, key=lambda case: (case[0], case[1] * case[2], case[1]))
+    lines = []
+    for size, b, n in cases:
+        plain, packed = (sides[size, b, n, side] for side in ("bf16", "halfbyte"))
+        beyond = (f"{r['peak_gb'] - r['model_gb']:.2f}" for r in (plain, packed))
+        ms = (f"{r['ms']:.1f}" for r in (plain, packed))
+        lines.append((MODELS_OF[size], f"{b} x {n:,}", *ms, f"{packed['ms'] / plain['ms']:.2f}", *beyond))
     env = rows[0]["environment"]
     told = (
-        f"`generate(max_new_tokens=1)` by the clock, ms, medians of warm calls: transformers {env['versions']['transformers']} in "
-        f"bf16, and halfbyte with int4_g128 weights. {env['device']}, {env['date']}, {_SIZES}."
+        f"`generate(max_new_tokens=1)` by the clock, medians of warm calls: transformers {env['versions']['transformers']} in bf16 "
+        f"and halfbyte with int4_g128 weights and an INT8 / INT4 cache; peak memory beside the model's own. {env['device']}, "
+        f"{env['date']}, random weights."
     )
-    return f"{told}\n\n{tables.markdown(('batch x tokens', '16 bits', 'halfbyte', 'of 16 bits'), lines)}"
+    heads = ("model", "batch x tokens", "16 bits, ms", "halfbyte, ms", "of 16 bits", "16 bits, GB", "halfbyte, GB")
+    return f"{told}\n\n{tables.markdown(heads, lines)}"
+
+
+def layers_of_prompts() -> str:
+    """Linear layers of blocks over a prompt, as one graph: packed over 16 bits."""
+    rows = [r for r in tables.json_lines("first-token.jsonl") if r["what"] == "linear_layers"]
+    times = {(r["sizes"], r["weights"], r["tokens"]): r["packed_ms"] / r["bf16_ms"] for r in rows}
+    tokens = sorted({key[2] for key in times})
+    lines = [
+        (MODELS_OF[size], weights, *(f"{times[size, weights, n]:.2f}" for n in tokens))
+        for size, weights in dict.fromkeys(key[:2] for key in times)
+    ]
+    told = f"The linear layers of {rows[0]['layers']} blocks as one CUDA graph, time over that of 16 bits, by tokens."
+    return f"{told}\n\n{tables.markdown(('model', 'weights', *(f'{n:,}' for n in tokens)), lines)}"

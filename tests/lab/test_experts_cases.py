@@ -12,7 +12,7 @@ from halfbyte_lab.baselines import triton_experts
 from halfbyte_lab.cases import experts_cases
 from halfbyte_lab.measure.records import Record
 
-GATE_AND_UP, DOWN, PROMPTS = experts_cases.jobs(["auto"], "cpu")
+GATE_AND_UP, DOWN, BOTH = experts_cases.jobs(["auto"], "cpu")
 
 
 @pytest.mark.slow
@@ -25,11 +25,20 @@ def test_prompts_stand_beside_16_bits() -> None:
 
 
 def test_both_projections_of_prompts_stand_beside_16_bits() -> None:
-    one, two, peer = quick().run([PROMPTS])
+    one, two, peer = quick(pattern="96 tokens").run([BOTH])
     assert (one.case, one.nbytes) == ("a small mixture, both projections, 96 tokens", 4 * (32768 + 3 * 512) * 3 // 2)
     assert [r.implementation for r in (one, two, peer)] == ["halfbyte auto", "halfbyte auto, two calls", experts_cases.GROUPED]
     assert {r.peer_seconds for r in (one, two)} == {peer.seconds}
     assert all(r.seconds and not r.refused for r in (one, two, peer))
+
+
+def test_both_projections_of_a_token_have_a_bar_of_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(experts_cases.BOTH_BARS, BOTH.layer.model, {1: 0.5})
+    (one,) = BOTH.measure(quick(pattern="1 token"))
+    assert (one.case, one.shape["hit"]) == ("a small mixture, both projections, 1 token", 2)
+    assert one.nbytes == 2 * (32768 + 3 * 512) * 3 // 2
+    assert [(bar.quantity, bar.bound) for bar in one.bars] == [("roof_share", 0.5)]
+    assert one.seconds
 
 
 def test_bytes_are_those_of_the_experts_that_are_hit() -> None:

@@ -320,6 +320,7 @@ def small_bars(monkeypatch: pytest.MonkeyPatch) -> None:
         ("times_even", 1.15, 1.2, False),
         ("over_copy", 2e-6, -1e-6, True),
         ("over_launch", 12e-6, 13e-6, False),
+        ("flops", 350e12, 340e12, False),
         ("roof_share", 0.94, None, False),
         ("seconds", 22e-6, None, False),
         ("roof_share", 0.94, float("nan"), False),
@@ -338,6 +339,24 @@ def test_how_far_a_missed_bar_is() -> None:
     assert targets.verdict_text(Verdict("seconds", 20e-6, 22e-6, False)) == "missed: 22.0 us (by 10 %)"
     assert targets.verdict_text(Verdict("roof_share", 0.8, 0.72, False)) == "missed: 72.0 % (by 10 %)"
     assert targets.verdict_text(Verdict("times_16_bit", 3.5, 3.52, True)) == "met: 3.52x"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        DecodeCase("MLA", decode.DecodeShape(2, 4, 1, 96, 70), latent=64),
+        DecodeCase("lengths", decode.DecodeShape(3, 4, 2, 64, 90), runs=((1, 90), (1, 16), (1, 33))),
+    ],
+    ids=lambda problem: problem.name,
+)
+def test_latents_and_unequal_lengths_are_judged(problem: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "TARGETS", (Target(problem.name, "int8", "flops", 1e3),))
+    (found,) = job(problem, "int8").measure(quick())
+    assert not found.refused
+    assert found.bars[0].value == pytest.approx(2 * problem.tokens * 4 * (problem.shape.dim + 64) / (found.seconds or 1))
+    assert found.bars[0].met
+    monkeypatch.setattr(decode_cases, "attend", lambda q, cache, impl: decode.attend(q, cache, impl) * 1.5)
+    assert "exceeds" in quick().run([job(problem, "int8")])[0].refused
 
 
 def test_every_bar_has_a_case_that_measures_it() -> None:
@@ -514,7 +533,7 @@ def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sampler.run() == [0]
     # Such a time is recorded, and no bar is judged by it.
     timed = dataclasses.replace(measured_case(), method=sampler.method)
-    (verdict,) = decode_cases._judged(timed, [Target("x", "int4", "roof_share", 0.1)], None, None).bars
+    (verdict,) = decode_cases._judged(timed, DecodeCase("x", SMALL), [Target("x", "int4", "roof_share", 0.1)], None, None).bars
     assert verdict.value is None
     assert not verdict.met
 

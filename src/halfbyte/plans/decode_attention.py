@@ -20,8 +20,6 @@ from halfbyte.reference.hadamard import block_size
 
 #: The tuned kernel counts tokens in 32 bits: the most tokens (of all heads) and sequences of a call.
 MOST_TOKENS, MOST_SEQUENCES = 2**32, 4096
-#: Dims of a latent (MLA) at most.
-WIDEST_LATENT = 512
 #: Query rows per KV head times head_dim that the registers of the kernel for few rows hold.
 MOST_NUMBERS = 4096
 
@@ -30,8 +28,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     """How the tuned kernel runs this problem, or the reason why it cannot."""
     refusal = _refusal(p, capability)
     keys = kv_spec(kv_format(p.keys), p.dim, p.k_token_stride, p.k_scale_stride)
-    widest = WIDEST_LATENT if p.latent else 256
-    values = kv_spec(kv_format(p.values), p.value_dim, p.v_token_stride, p.v_scale_stride, widest)
+    values = kv_spec(kv_format(p.values), p.value_dim, p.v_token_stride, p.v_scale_stride)
     if refusal or isinstance(keys, str) or isinstance(values, str):
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     limit = block_shared_memory(capability)

@@ -120,6 +120,8 @@ def _fits_registers(spec: DecodeSpec, p: DecodeProblem) -> bool:
     light = plain_int and narrow and p.lean and _even(spec, p)
     most = 64 if spec.numbers <= 1024 or light else 32 if plain_int or (narrow and p.lean) else 16
     scores = spec.tokens * spec.padded_rows // spec.warps_q
+    if 8 * spec.warps_q > spec.padded_rows:
+        return False
     return spec.tokens <= min(most, spec.keys.block or most) and scores <= (1024 if light else 512)
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from halfbyte.formats import Format
 from halfbyte.plans.compiled_for import CompiledFor
 
+#: Dims of a head, or of a latent (MLA), at most.
+WIDEST = 512
+
 
 @dataclass(frozen=True)
 class KVCodec(CompiledFor):
@@ -168,7 +171,7 @@ class KVSpec(KVCodec):
         return whole and self.scale != "channel" and (self.scale != "token" or self.paired)
 
 
-def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1, widest: int = 256) -> KVSpec | str:
+def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1) -> KVSpec | str:
     """How the tuned kernel reads a buffer of `fmt` with heads of `dim`, or the reason why it cannot."""
     codec = kv_codec(fmt)
     if codec.bits > 16:
@@ -179,7 +182,7 @@ def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1,
         return f"heads of {dim * codec.bits / 8:g} bytes are not a multiple of 16"
     if groups & (groups - 1) or (groups > 1 and padded(words) != words):
         return f"{groups} groups a head is not a power of two"
-    if padded(words) < 16 or dim > widest:
+    if padded(words) < 16 or dim > WIDEST:
         return f"head dim {dim} in {fmt.name} is outside the range of the tuned kernel"
     if padded(words) < 4 * groups:
         return f"groups of {codec.group} in {fmt.name} have fewer than 8 bytes"

@@ -62,7 +62,7 @@ class AttentionJob:
 
     def to_compile(self, session: Session) -> Iterator[precompile.Pair]:
         """Every format, where memory is laid out as caches allocate it."""
-        if self.problem.layout == "heads first":
+        if self.problem.layout == "heads first" and not self.problem.latent:
             for formats in self.formats:
                 if any(session.wants(self.name, formats, f"halfbyte {impl}") for impl in self.impls if impl != "triton"):
                     yield from precompile.attention(session.device, self.problem.shape, formats)
@@ -88,7 +88,7 @@ class AttentionJob:
                 even = _attempt(session, self.problem.evened(), None, formats, impl)
                 yield even
             record = _attempt(session, self.problem, inputs, formats, impl)
-            yield _judged(record, wanted_bars, peer, even)
+            yield _judged(record, self.problem, wanted_bars, peer, even)
             session.free()
 
 
@@ -100,13 +100,15 @@ def _attempt(session: Session, problem: DecodeCase, inputs: Inputs | None, forma
         return refused_record(session, problem, formats, impl, error)
 
 
-def _judged(record: Record, wanted: Sequence[Target], peer: Record | None, even: Record | None) -> Record:
+def _judged(record: Record, problem: DecodeCase, wanted: Sequence[Target], peer: Record | None, even: Record | None) -> Record:
     """The record with its bars. Times that are not those of a graph on a GPU are not judged."""
+    flop = 2 * problem.tokens * problem.shape.q_heads * (problem.shape.dim + problem.dims[1])
     seconds = None if NOT_CAPTURED in record.method else record.seconds
     figures: Figures = {
         "roof_share": record.roof_share if seconds else None,
         "seconds": seconds,
         "times_16_bit": peer.seconds / seconds if peer and peer.seconds and seconds else None,
+        "flops": flop / seconds if seconds else None,
         "times_even": seconds / even.seconds if even and even.seconds and seconds else None,
     }
     beside = {"peer": peer.implementation, "peer_seconds": peer.seconds} if peer else {}
@@ -118,7 +120,7 @@ def measure_ours(session: Session, inputs: Inputs, formats: str, impl: str) -> R
     problem, cache = inputs.problem, fill(inputs, formats)
     nbytes = round(problem.tokens * cache.bytes_per_token)
     rotation = Rotation(cache, inputs, _copies(session, nbytes, cache.nbytes))
-    promise = Promise(inputs.q, held_by(cache))
+    promise = Promise(inputs.q, held_by(cache, problem.latent > 0))
     record = blank(session, problem, formats, f"halfbyte {impl}", nbytes)
     with torch.no_grad(), fixed_threads(session.threads):
         accuracy = promise.judge([attend(inputs.q, c, impl) for c in rotation.caches])

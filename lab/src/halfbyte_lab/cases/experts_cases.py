@@ -35,6 +35,12 @@ OPS = ("experts_linear", "experts_mlp")
 TOKENS, PROMPTS = (1, 4, 16, 64), (512, 2048, 8192)
 #: Shares of the roofline by number of tokens; how many times faster than Triton's kernel those are, and a prompt than 16 bits.
 BARS, TRITON_BAR, PROMPT_BAR = {1: 0.85, 4: 0.85, 16: 0.7}, 1.5, 1.0
+#: The shares of both projections in one call, by model.
+BOTH_BARS = {
+    "Qwen3-30B-A3B": {1: 0.72, 4: 0.80, 16: 0.80},
+    "GPT-OSS-20B": {1: 0.75, 4: 0.80, 16: 0.80},
+    "Mixtral-8x7B": {1: 0.82, 4: 0.86, 16: 0.84},
+}
 #: The 16-bit peer of prompts, and that of MXFP4 where it cannot be had.
 GROUPED, TRITON = "grouped GEMM", "triton_kernels"
 #: Weights that are drawn and quantized at a time.
@@ -72,7 +78,7 @@ def jobs(impls: Sequence[str], kind: str, quick: bool = False) -> list[Job]:
         plan("experts_linear", impl, kind)
     layers = (SMALL,) if kind != "cuda" else LAYERS[:1] if quick else LAYERS
     projections = [ProjectionJob(layer, down, tuple(impls)) for layer in layers for down in (False, True)]
-    return [*projections, *(PromptJob(layer) for layer in layers if "auto" in impls)]
+    return [*projections, *(BothJob(layer) for layer in layers if "auto" in impls)]
 
 
 @dataclass(frozen=True)
@@ -158,8 +164,8 @@ class ProjectionJob:
 
 
 @dataclass(frozen=True)
-class PromptJob:
-    """Both projections of a layer over prompts: in one call, in two, and in 16 bits, which sorts the pairs once, too."""
+class BothJob:
+    """Both projections of a layer in one call; of prompts in two as well, and in 16 bits, which sorts the pairs once, too."""
 
     layer: Layer
     op: str = OPS[1]
@@ -169,11 +175,12 @@ class PromptJob:
         return f"{self.layer.model}, both projections"
 
     def case(self, tokens: int) -> str:
-        return f"{self.name}, {tokens} tokens"
+        return f"{self.name}, {tokens} token{'s' * (tokens > 1)}"
 
     def measure(self, session: Session) -> Iterator[Record]:
-        """Three records for each number of tokens."""
-        selection = [t for t in self.layer.prompts if session.wants(self.case(t), self.layer.formats, "halfbyte auto")]
+        """The records of each number of tokens."""
+        every = (*TOKENS, *self.layer.prompts)
+        selection = [t for t in every if session.wants(self.case(t), self.layer.formats, "halfbyte auto")]
         if not selection:
             return
         session.free()
@@ -189,20 +196,24 @@ class PromptJob:
         name, (tokens, top_k), (experts, n, k), active = self.layer.formats, up.ids.shape, up.weight.shape, len(hit(up))
         truth = experts_linear(down._replace(x=experts_linear(up._replace(x=up.x.double()))))
         eager = _in_16_bits(down._replace(x=_in_16_bits(up)))
-        ways = {
-            "halfbyte auto": partial(_in_one_call, up, down),
-            "halfbyte auto, two calls": partial(_in_two_calls, up, down),
-            GROUPED: partial(grouped_both, up, down, _values(up), _values(down)),
-        }
-        judge_one = one_by_one(lambda out: linear_accuracy(out, eager, truth))
-        outcomes = session.time({way: Trial(f"{self.name} {way}", Work([fn]), judge_one) for way, fn in ways.items()})
         nbytes = (up.weight.nbytes + down.weight.nbytes) * active // experts
+        is_prompt = tokens in self.layer.prompts
+        copies = 1 if is_prompt else max(2, session.copies(nbytes))
+        stacks = zip(copies_of(up.weight, copies), copies_of(down.weight, copies), strict=True)
+        calls = [partial(_in_one_call, up._replace(weight=u), down._replace(weight=d)) for u, d in stacks]
+        ways: dict[str, Work] = {"halfbyte auto": Work(calls)}
+        if is_prompt:
+            ways["halfbyte auto, two calls"] = Work([partial(_in_two_calls, up, down)])
+            ways[GROUPED] = Work([partial(grouped_both, up, down, _values(up), _values(down))])
+        judge_one = one_by_one(lambda out: linear_accuracy(out, eager, truth))
+        outcomes = session.time({way: Trial(f"{self.name} {way}", work, judge_one) for way, work in ways.items()})
         shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": active, "N": n, "K": k}
         blank = Record(self.op, shape, name, "", nbytes, session.environment, case=self.case(tokens))
-        warm = "" if is_cold(1, nbytes, session.device.cache_bytes) else ", partly from cache"
+        warm = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
+        beside = {GROUPED: outcomes[GROUPED]} if is_prompt else {}
         for way, outcome in outcomes.items():
             r = replace(blank, implementation=way, formats="bf16" if way == GROUPED else name)
-            yield _finished(session, r, outcome, warm, {GROUPED: outcomes[GROUPED]})
+            yield _finished(session, r, outcome, warm, beside)
 
 
 def drawn_call(
@@ -266,6 +277,9 @@ def _bars(r: Record) -> list[Target]:
     if r.implementation != "halfbyte auto":
         return []
     tokens = r.shape["T"]
+    if r.op == OPS[1] and tokens in TOKENS:
+        bound = BOTH_BARS.get(r.case.partition(",")[0], {}).get(tokens)
+        return [] if bound is None else [Target(r.case, r.formats, "roof_share", bound)]
     if tokens in BARS:
         triton = [Target(r.case, r.formats, "times_4_bit", TRITON_BAR)] if r.formats == "mxfp4" else []
         return [Target(r.case, r.formats, "roof_share", BARS[tokens]), *triton]

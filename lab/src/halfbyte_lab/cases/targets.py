@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from halfbyte_lab.measure.caches import EVENLY, DecodeCase
 from halfbyte_lab.measure.decode import DecodeShape
 from halfbyte_lab.measure.records import Record, Verdict
 from halfbyte_lab.measure.tables import Table, us
 
-#: How a bar of each quantity is said, and in what unit: "%", "x" or "us". "at least": the quantity must reach its bound; the others
-#: must not exceed it.
+#: How a bar of each quantity is said, and in what unit: "%", "x", "us" or "T". "at least": the quantity must reach its bound; the
+#: others must not exceed it.
 QUANTITIES: dict[str, tuple[str, str]] = {
     "roof_share": ("at least {} of roofline", "%"),
     "times_16_bit": ("at least {} 16 bits", "x"),
+    "flops": ("at least {}", "T"),
     "seconds": ("at most {}", "us"),
     "times_even": ("at most {} even", "x"),
     "over_copy": ("copy + {}", "us"),
@@ -42,6 +44,7 @@ class Target:
 
     roof_share    share of the read roofline at the same number of bytes
     times_16_bit  how many times faster than torch's fastest 16-bit attention, or linear layer, on the same case
+    flops         multiplications and additions of both products, in a second
     seconds       time of one call
     times_even    time over that of the same bytes in sequences of one length
     over_copy     seconds beyond a copy kernel that moves the same bytes
@@ -114,6 +117,23 @@ _ROWS = (
     DecodeCase("128 rows, 128/1", DecodeShape(128, 128, 1), baselines=True),
 )
 
+#: Heads of 256 and 512 (Qwen3.5, Gemma 4), and 200 short heads of 64 whose lengths are spread evenly by their logarithm.
+_WIDE_HEADS = tuple(
+    DecodeCase(f"D={dim}, {q}/{kv}, 32 x 8,192", DecodeShape(32, q, kv, dim))
+    for dim, q, kv in ((256, 24, 4), (256, 16, 2), (512, 16, 2), (512, 8, 1))
+)
+_RAGGED = DecodeCase(
+    "D=64, 12/2, 200 lengths to 16,384",
+    DecodeShape(200, 12, 2, 64, 16384),
+    runs=tuple((1, round(16 * 1024 ** (i * 73 % 200 / 199))) for i in range(200)),
+)
+#: Latents of 512 with rotary keys of 64 (DeepSeek V2 and V3), by query heads.
+_LATENTS = tuple(
+    DecodeCase(f"MLA, {heads} heads, {batch} x {context:,}", DecodeShape(batch, heads, 1, 576, context), latent=512)
+    for heads, (batch, context) in product((16, 128), ((64, 4096), (128, 8192)))
+)
+_ONE_KV_HEAD = DecodeCase("MQA 32/1, 64 x 8,192", DecodeShape(64, 32, 1))
+
 SKEWED = DecodeCase("63 x 512 and 1 x 65,536", DecodeShape(64, 64, 8, 128, 65536), runs=((63, 512), (1, 65536)))
 #: q_heads plays no part in an append.
 APPEND = DecodeCase("append, batch 128", DecodeShape(128, 64, 8, 128, 64))
@@ -129,6 +149,10 @@ PROBLEMS: tuple[DecodeCase, ...] = (
     *_SHAPES,
     *_ROWS,
     SKEWED,
+    *_WIDE_HEADS,
+    _RAGGED,
+    _ONE_KV_HEAD,
+    *_LATENTS,
 )
 
 
@@ -159,6 +183,14 @@ TARGETS: tuple[Target, ...] = (
     *(Target(p.name, formats, "roof_share", 0.78 if p.name in _WIDE else 0.85) for p in _SHAPES for formats in ("int4", "int8")),
     *(Target(p.name, formats, "times_16_bit", 1.0) for p in _ROWS for formats in ("int4", "int4_g32", "int8")),
     Target(SKEWED.name, "int4", "times_even", 1.15),
+    *(Target(p.name, "int8", "roof_share", 0.88 if p.shape.dim == 256 else 0.85) for p in _WIDE_HEADS),
+    *(Target(p.name, "int4", "roof_share", 0.80 if p.shape.dim == 256 else 0.75) for p in _WIDE_HEADS),
+    Target(_RAGGED.name, "int4_g32", "roof_share", 0.65),
+    Target(_ONE_KV_HEAD.name, "int4", "roof_share", 0.60),
+    Target(_ROWS[1].name, "int4", "flops", 350e12),
+    *(Target(p.name, "int8", "roof_share", 0.80) for p in _LATENTS if p.shape.q_heads == 16),
+    *(Target(p.name, "int4", "roof_share", 0.65) for p in _LATENTS if p.shape.q_heads == 16),
+    *(Target(p.name, formats, "flops", 350e12) for p in _LATENTS if p.shape.q_heads == 128 for formats in ("int8", "int4")),
     Target(APPEND.name, "int4", "over_copy", 2e-6),
     Target(CALL, "int8", "over_launch", 12e-6),
 )
@@ -198,7 +230,9 @@ def _row(r: Record) -> tuple[str, ...]:
 def bound_text(v: Verdict) -> str:
     """The bar in words."""
     words, unit = QUANTITIES[v.quantity]
-    bound = {"%": f"{100 * v.bound:.0f} %", "x": f"{v.bound:g}x", "us": f"{1e6 * v.bound:g} us"}[unit]
+    bound = {"%": f"{100 * v.bound:.0f} %", "x": f"{v.bound:g}x", "us": f"{1e6 * v.bound:g} us", "T": f"{v.bound / 1e12:g} TFLOPS"}[
+        unit
+    ]
     return words.format(bound)
 
 
@@ -207,7 +241,12 @@ def verdict_text(v: Verdict) -> str:
     if v.value is None:
         return "not measured"
     unit = QUANTITIES[v.quantity][1]
-    value = {"%": f"{100 * v.value:.1f} %", "x": f"{v.value:.2f}x", "us": f"{1e6 * v.value:.1f} us"}[unit]
+    value = {
+        "%": f"{100 * v.value:.1f} %",
+        "x": f"{v.value:.2f}x",
+        "us": f"{1e6 * v.value:.1f} us",
+        "T": f"{v.value / 1e12:.0f} TFLOPS",
+    }[unit]
     return f"met: {value}" if v.met else f"missed: {value} (by {100 * abs(v.value / v.bound - 1):.0f} %)"
 
 

@@ -43,6 +43,7 @@ class DecodeCase:
     layout     memory order [B, H, T, D], [B, T, H, D], or pages of 64 tokens in random places
     runs       (sequences, tokens) in order, where lengths differ; () means that all hold `shape.context`
     baselines  whether 16-bit attention is measured too
+    latent     dims of a key that are its value's too (MLA, in its absorbed form); a cache holds the others as keys
     """
 
     name: str
@@ -50,6 +51,7 @@ class DecodeCase:
     layout: Layout = "heads first"
     runs: tuple[tuple[int, int], ...] = ()
     baselines: bool = False
+    latent: int = 0
 
     def __post_init__(self) -> None:
         total = sum(sequences for sequences, _ in self.runs)
@@ -61,6 +63,11 @@ class DecodeCase:
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(sequences, tokens) in order, also where all lengths are the same."""
         return self.runs or ((self.shape.batch, self.shape.context),)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of a cached key, and of a value."""
+        return self.shape.dim - self.latent, self.latent or self.shape.dim
 
     @property
     def tokens(self) -> int:
@@ -92,8 +99,9 @@ class Inputs:
 
         # Four times larger queries see a few keys rather than the mean of all, so the output is far above the promise's slack.
         q = 4 * normal(shape.batch, shape.q_heads, 1, shape.dim)
-        sizes = [(sequences, shape.kv_heads, tokens, shape.dim) for sequences, tokens in problem.spans]
-        return Inputs(problem, q, [(normal(*size), normal(*size)) for size in sizes])
+        sizes = [(sequences, shape.kv_heads, tokens) for sequences, tokens in problem.spans]
+        key_dim, value_dim = problem.dims
+        return Inputs(problem, q, [(normal(*size, key_dim), normal(*size, value_dim)) for size in sizes])
 
     def half(self) -> Inputs:
         """The same numbers in fp16."""
@@ -118,7 +126,9 @@ class Inputs:
     def decoy(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A token that every query would look at before any other: the sum of the queries, as key."""
         k, v = self.last()
-        return self.q.unflatten(1, (k.shape[1], -1)).sum(2), 1 - v
+        key = self.q.unflatten(1, (k.shape[1], -1)).sum(2)
+        latent = self.problem.latent
+        return (key[..., latent:], key[..., :latent]) if latent else (key, 1 - v)
 
 
 def fill(inputs: Inputs, formats: str, rotate_keys: bool | None = None) -> KVCache:
@@ -144,13 +154,13 @@ def empty(problem: DecodeCase, formats: str, device: torch.device, rotate_keys: 
         rows = (pages, shape.kv_heads, PAGE)
     k_format, v_format = parse_formats(formats)
     planes = [
-        new_kv_buffer(f, (*rows, shape.dim), (shape.batch, shape.kv_heads, f.token_block or 0, shape.dim), torch.bfloat16, device)
-        for f in (k_format, v_format)
+        new_kv_buffer(f, (*rows, dim), (shape.batch, shape.kv_heads, f.token_block or 0, dim), torch.bfloat16, device)
+        for f, dim in zip((k_format, v_format), problem.dims, strict=True)
     ]
     if problem.layout == "tokens first":
         planes = [_each(plane, _tokens_first) for plane in planes]
     lengths = torch.zeros(shape.batch, dtype=torch.int32, device=device)
-    rotate_keys = rotated(rotate_keys, k_format, shape.dim)
+    rotate_keys = rotated(rotate_keys, k_format, problem.dims[0])
     return KVCache.from_buffers(planes[0], planes[1], lengths, page_table=table, rotate_keys=rotate_keys)
 
 
@@ -245,8 +255,8 @@ class Promise:
         return timed_attention_accuracy(torch.stack(list(outs)), self._base, self._ref)
 
 
-def held_by(cache: KVCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The sequences of a full cache, dequantized in float64, without what lies beyond their length."""
+def held_by(cache: KVCache, latent: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The sequences of a full cache, dequantized in float64, without what lies beyond their length; over latents whole keys."""
     first = 0
     for length, alike in groupby(cache.lengths.tolist()):
         end = first + len(list(alike))
@@ -254,7 +264,8 @@ def held_by(cache: KVCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for start in range(first, end, step):
             view = sequences(cache, start, min(start + step, end))
             k, v = (read(plane, view.lengths, view.page_table)[:, :, :length] for plane in (view.keys, view.values))
-            yield rotate(k) if cache.rotate_keys else k, v
+            k = rotate(k) if cache.rotate_keys else k
+            yield torch.cat([v, k], -1) if latent else k, v
         first = end
 
 

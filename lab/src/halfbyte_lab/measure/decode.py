@@ -115,8 +115,9 @@ def _ours(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p
 
 
 def attend(q: torch.Tensor, cache: halfbyte.KVCache, impl: str) -> torch.Tensor:
-    """`halfbyte.decode_attention`, its output alone."""
-    out = halfbyte.decode_attention(q, cache, impl=impl)
+    """`halfbyte.decode_attention`, its output alone; over latents (MLA) where queries have more dims than cached keys."""
+    latent = q.shape[-1] > cache.head_dim
+    out = halfbyte.decode_attention(q, cache, impl=impl, latent=latent, sm_scale=q.shape[-1] ** -0.5)
     assert isinstance(out, torch.Tensor)  # the pair with lse comes only on request
     return out
 

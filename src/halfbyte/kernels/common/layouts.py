@@ -11,8 +11,12 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def mma_layout(C):
-    """mma.m16n8k16 of fp16 or bf16: streams of tokens along the batch axis, query rows divided over `warps_q` warps."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.kv_warps, 1, C.warps_q], instr_shape=[1, 16, 8])
+    """mma.m16n8k16 of fp16 or bf16: streams of tokens along the batch axis, query rows divided over `warps_q` warps.
+
+    Warps beyond one for 8 rows divide dims of the output instead; scores of the 16 tokens are the same in all of them.
+    """
+    rows = min(C.warps_q, C.padded_rows // 8)
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.kv_warps, C.warps_q // rows, rows], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
