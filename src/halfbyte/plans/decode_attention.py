@@ -20,8 +20,9 @@ from halfbyte.reference.hadamard import block_size
 
 #: The tuned kernel counts tokens in 32 bits: the most tokens (of all heads) and sequences of a call.
 MOST_TOKENS, MOST_SEQUENCES = 2**32, 4096
-#: Query rows per KV head times head_dim that the registers of the kernel for few rows hold.
-MOST_NUMBERS = 4096
+#: Query rows per KV head times head_dim that the registers of the kernel for few rows hold. Beyond so many dims warps divide them,
+#: and scales along a head or tokens in 16 bits leave too few registers.
+MOST_NUMBERS, MOST_DIMS = 4096, 256
 
 
 def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: bool) -> DecodePlan | str:
@@ -55,6 +56,8 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     if p.latent:
         return latents(spec, p, num_sms, limit, supports_wgmma(capability))
     dim = max(p.dim, p.value_dim)
+    if dim > MOST_DIMS and (spec.tail_rows or keys.scale_inside or values.scale_inside):
+        return f"heads of {dim} with scales along a head, or with tokens in 16 bits, exceed the registers of the tuned kernel"
     if spec.padded_rows * dim <= MOST_NUMBERS:
         return fastest(spec, p, num_sms, limit)
     if p.sink_tokens or p.recent_tokens:
