@@ -82,7 +82,7 @@ def others_in_vllm() -> str:
             f"{ours['start_s']:.0f} s"
         )
     env = ours["environment"]
-    where = f"{env['device']}, vLLM {env['versions']['vllm']}, random weights, {_day(ours)}, stock on another GPU of that host."
+    where = f"{env['device']}, vLLM {env['versions']['vllm']}, random weights, {_day(ours)}, stock in a run of its own."
     heads = ("model", "requests x context", "step, 16 bits, ms", "packed", "prompts, 16 bits, tokens/s", "packed")
     return f"{where} {'. '.join(told)}.\n\n{tables.markdown(heads, lines)}"
 

@@ -76,6 +76,11 @@ _SAMPLE = (
     ("int2_g32", "int2_g32", 128, 8, 1, 0, "rotate recent"),
     ("int4", "int2", 128, 16, 1, 0, "recent"),
     ("int4", "int4", 256, 8, 1, 0, "recent"),
+    ("int8", "int8", 512, 8, 1, 0, ""),
+    ("int4", "int4", 512, 8, 1, 16, "rotate window"),
+    ("bf16", "bf16", 512, 4, 2, 0, "softcap"),
+    ("int8_channel", "int8", 512, 8, 1, 0, ""),
+    ("int4_g32", "int4_g32", 512, 8, 1, 0, "rotate"),
     ("int8", "fp8", 64, 8, 1, 64, "tokens-first recent"),
 )
 

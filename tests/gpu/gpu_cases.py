@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 KEYS = list(hb.KV_FORMATS)
 VALUES = [name for name, fmt in hb.KV_FORMATS.items() if not fmt.token_block]
-DIMS = (64, 80, 96, 128, 192, 256)
+DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 QUERIES = (1, 1, 1, 2, 3, 4, 5, 7, 8, 11, 16)
 PAGES = (None, None, None, 16, 32, 64, 128, 256)

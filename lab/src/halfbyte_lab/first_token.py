@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 
 import halfbyte
 import halfbyte.hf as hf
@@ -123,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-cold", action="store_true", help="leave cold starts out")
     options = parser.parse_args(arguments)
     machine = describe()
-    where = {"sizes": options.sizes, "environment": asdict(environment(machine, machine.threads))}
+    facts = asdict(environment(machine, machine.threads))
+    facts["versions"]["transformers"] = transformers.__version__
+    where = {"sizes": options.sizes, "environment": facts}
 
     def write(what: str, **line: Any) -> None:
         with options.out.open("a", encoding="utf-8") as file:

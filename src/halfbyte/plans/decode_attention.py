@@ -20,9 +20,8 @@ from halfbyte.reference.hadamard import block_size
 
 #: The tuned kernel counts tokens in 32 bits: the most tokens (of all heads) and sequences of a call.
 MOST_TOKENS, MOST_SEQUENCES = 2**32, 4096
-#: Query rows per KV head times head_dim that the registers of the kernel for few rows hold. Beyond so many dims warps divide them,
-#: and scales along a head or tokens in 16 bits leave too few registers.
-MOST_NUMBERS, MOST_DIMS = 4096, 256
+#: Query rows per KV head times head_dim that the registers of the kernel for few rows hold, and dims with tokens in 16 bits.
+MOST_NUMBERS, MOST_EXACT_DIMS = 4096, 256
 
 
 def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: bool) -> DecodePlan | str:
@@ -56,13 +55,11 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     if p.latent:
         return latents(spec, p, num_sms, limit, supports_wgmma(capability))
     dim = max(p.dim, p.value_dim)
-    if dim > MOST_DIMS and (spec.tail_rows or keys.scale_inside or values.scale_inside):
-        return f"heads of {dim} with scales along a head, or with tokens in 16 bits, exceed the registers of the tuned kernel"
+    if spec.tail_rows and (dim > MOST_EXACT_DIMS or spec.padded_rows * dim > MOST_NUMBERS):
+        exact, most = f"sink_tokens={p.sink_tokens}, recent_tokens={p.recent_tokens}", MOST_NUMBERS // min(dim, MOST_EXACT_DIMS)
+        return f"{exact}; the tuned kernel reads them for {most} query rows per KV head at most, and heads of {MOST_EXACT_DIMS}"
     if spec.padded_rows * dim <= MOST_NUMBERS:
         return fastest(spec, p, num_sms, limit)
-    if p.sink_tokens or p.recent_tokens:
-        exact = f"sink_tokens={p.sink_tokens}, recent_tokens={p.recent_tokens}"
-        return f"{exact}; the tuned kernel reads them for {MOST_NUMBERS // dim} query rows per KV head at most"
     if p.deterministic_batch or not supports_wgmma(capability):
         where = "with deterministic_batch" if p.deterministic_batch else "on this GPU"
         return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel {where}"
