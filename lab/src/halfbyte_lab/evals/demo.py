@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from halfbyte.paths import SHIPPED
+from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 from halfbyte.text import Tokenizer, heldout_text, windows
 from halfbyte_lab.evals.card import shipped_cards
 from halfbyte_lab.evals.choices import limit
@@ -70,7 +71,7 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
         Setting(),
         *every_kv_setting(model.config.head_dim),
         *every_weight_setting(),
-        Setting("int8", "int4_g32", weights="int4_g64"),
+        Setting(KEYS, VALUES, weights=WEIGHTS, clip=CLIP),
     ]
     console.print(
         f"The shipped model on {cut.shape[0]} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "
