@@ -318,6 +318,46 @@ def test_large_sizes_are_written_out(capsys: pytest.CaptureFixture[str]) -> None
     assert "e+" not in row
 
 
+def test_the_table_is_short_without_evidence(
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 bits, the recommended, INT8 and the smallest; every one if asked for, or where a card is of the model."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def table(*options: str) -> list[str]:
+        assert run("advise", llama, "--gpu", "h200", *options) == 0
+        return re.findall(r"(?:^| )(\w+/\w+) ", capsys.readouterr().out, re.MULTILINE)
+
+    assert table() == ["bf16/bf16", f"{defaults.KEYS}/{defaults.VALUES}", "int8/int8", "int4/int4"]
+    assert len(table("--every")) == 4 * len(caches())
+    assert run("advise", "demo", "--gpu", "h200") == 0
+    said = capsys.readouterr().out
+    assert "more choices" not in said
+    assert "by the evidence card of demo, a toy" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(("gpu", "named"), [(["--gpu", "h200"], True), ([], False)])
+def test_the_fast_path_is_named_on_a_gpu(gpu: list[str], named: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Above the command that runs it; on a CPU nothing is captured."""
+    assert run("advise", "demo", *gpu) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("with fused blocks. Run it: halfbyte generate demo" in said) is named
+
+
+def test_layers_are_looked_through_once(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of a model are found once and not for each choice, and layers that are alike are counted."""
+    from halfbyte import memory
+    from halfbyte.hf import weights
+
+    looked, sized = list[str](), list[int]()
+    find, size = weights.targets, memory.LayerSizes.nbytes
+    monkeypatch.setattr(weights, "targets", lambda model: (looked.append(""), find(model))[1])
+    monkeypatch.setattr(memory.LayerSizes, "nbytes", lambda self, *sizes: (sized.append(1), size(self, *sizes))[1])
+    choices = advise(llama, gpu="h200").choices
+    assert len(looked) < len(choices)
+    assert len(sized) < 100 * len(choices)
+
+
 def test_columns_that_do_not_fit_are_shown_if_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     for options, shown in (((), False), (("--wide",), True)):
