@@ -316,8 +316,8 @@ def _largest(left: int, nbytes: Callable[[int], int]) -> int:
 def shown(advice: Advice) -> list[Choice]:
     """What a short table has: every choice with evidence of this model; without any, 16 bits, what is recommended, the INT8 cache
     with the same weights, and the fewest bytes."""
-    if known := [c for c in advice.choices if c.evidence is not None and advice.is_own]:
-        return known
+    if evidence := [c for c in advice.choices if c.evidence is not None and advice.is_own]:
+        return evidence
     first, took = advice.choices[0], advice.recommended or advice.choices[0]
     int8 = [c for c in advice.choices if (c.weights, c.keys, c.values) == (took.weights, *caches()["8 bits, fastest"])]
     few = (first, took, *int8, min(advice.choices, key=lambda c: c.weight_bytes + c.kv_bytes))

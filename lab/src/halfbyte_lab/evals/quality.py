@@ -191,13 +191,13 @@ def evaluate(
     for setting in settings:
         check_exact(setting.exact, windows.shape[1])
     models = {in_weights: with_weights(model, *in_weights) for in_weights in dict.fromkeys(s.in_weights for s in settings)}
-    halved = in_half(model) if any(s.own for s in settings[1:]) else model
+    half_model = in_half(model) if any(s.own for s in settings[1:]) else model
     tallies = [_Tally(s) for s in settings]
     for part in windows.split(batch):
         base: list[_Outputs] = []
         for tally in tallies:
-            ran = halved if tally.setting.own and base else models[tally.setting.in_weights]
-            tally.run(ran, part, chunk, base, on_step)
+            one = half_model if tally.setting.own and base else models[tally.setting.in_weights]
+            tally.run(one, part, chunk, base, on_step)
     results = [tally.result() for tally in tallies]
     floor = max((r.kl_mean for r in results[1:] if r.setting.own), default=0.0)
     for result in results:
