@@ -46,7 +46,8 @@ def in_vllm(prompts: bool = True) -> str:
         f"{env['device']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, {' and '.join(days)}; each "
         f"column on an H200 whose host other jobs shared. INT4 weights are int4_g128, with an output layer in int8_col; INT8 x is "
         f"int4_g128_a8. The cache holds {stock['kv_tokens']:,} tokens in 16 bits, twice as many in fp8 (computed), "
-        f"{packed['kv_tokens']:,} in INT8 / INT4 with INT4 weights. Measured by an earlier form of `halfbyte_lab.serving`: {', '.join(older)}.",
+        f"{packed['kv_tokens']:,} in INT8 / INT4 with INT4 weights. Measured by an earlier form of `halfbyte_lab.serving`: "
+        f"{', '.join(older)}.",
         f"Milliseconds a step:\n\n{lines('step_ms', 2)}",
     ]
     if prompts:
