@@ -17,13 +17,13 @@ name = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "demo")
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 tokenizer = AutoTokenizer.from_pretrained(name)
 
-halfbyte.hf.quantize(model, weights="int4_g64", keys="int8", values="int4_g32")
+halfbyte.hf.quantize(model)
 inputs = tokenizer("class Queue:\n    def __init__(self):\n", return_tensors="pt", return_token_type_ids=False)
 tokens = model.generate(**inputs, max_new_tokens=80, do_sample=False, pad_token_id=0)
 print(tokenizer.decode(tokens[0]))
 
 with tempfile.TemporaryDirectory() as folder:
     saved = halfbyte.hf.save(model, Path(folder) / "int4")
-    again = halfbyte.hf.load(saved, keys="int8", values="int4_g32", dtype=torch.float32)
+    again = halfbyte.hf.load(saved, dtype=torch.float32)
     same = torch.equal(again.generate(**inputs, max_new_tokens=80, do_sample=False, pad_token_id=0), tokens)
     print(f"loaded again: {'the same tokens' if same else 'other tokens'}")

@@ -1,6 +1,6 @@
 """What a whole model gains: the first token, and a decode step, of transformers' generate(), in 16 bits and with halfbyte.
 
-python examples/06_tokens_per_second.py [--model FOLDER or Hub id] [--batch 8] [--context 8192] [--weights nf4] [--keys int8] ...
+python examples/06_tokens_per_second.py [--model FOLDER or Hub id] [--batch 8] [--context 8192] [--weights nvfp4] [--keys int8] ...
 
 A model's 16-bit weights must fit one GPU. `--model llama-3-8b` has that model's sizes and random weights, which take as long. On a
 GPU generate() compiles both sides and captures them in CUDA graphs: 16 bits with transformers' static cache, halfbyte with its
@@ -15,6 +15,7 @@ import copy
 from pathlib import Path
 
 from halfbyte.device import describe
+from halfbyte.settings import KEYS, VALUES, WEIGHTS
 from halfbyte_lab.measure.records import append
 from halfbyte_lab.model_sizes import SIZES, of_sizes
 from halfbyte_lab.model_step import Formats, Steps, load, measure
@@ -25,10 +26,10 @@ parser.add_argument("--layers", type=int, help="of known sizes, in place of all:
 parser.add_argument("--batch", type=int, default=1)
 parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
 parser.add_argument("--new", type=int, default=64, help="tokens that are generated behind it")
-parser.add_argument("--weights", default="int4_g64", help="README's figure is of int4_g128")
+parser.add_argument("--weights", default=WEIGHTS, help="README's figure is of int4_g128")
 parser.add_argument("--lm-head", help="format of the output layer; left out, it stays in 16 bits")
-parser.add_argument("--keys", default="int8")
-parser.add_argument("--values", default="int4_g32")
+parser.add_argument("--keys", default=KEYS)
+parser.add_argument("--values", default=VALUES)
 parser.add_argument("--output", type=Path, help="append a record of each side to this file")
 given = parser.parse_args()
 if given.layers and given.model not in SIZES:

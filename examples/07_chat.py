@@ -14,8 +14,8 @@ from halfbyte.paths import resolve_model
 name = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B")
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = hf.load(name, dtype=torch.bfloat16).to("cuda" if torch.cuda.is_available() else "cpu")
-hf.quantize(model, weights="int4_g64", keys="int8", values="int4_g32")
-cache = hf.PackedCache(model, capacity=4096, keys="int8", values="int4_g32")
+hf.quantize(model)
+cache = hf.PackedCache(model, capacity=4096, keys="int8_channel", values="int8")
 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 chat = hf.Chat(model, tokenizer, cache, streamer=streamer, max_new_tokens=500)
 for line in sys.stdin:

@@ -37,6 +37,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "gpus": summary.gpus,
     },
     "docs/guides/vllm.md": {
+        "served": partial(pictures.tag, "served", "../assets"),
         "in vllm": users.in_vllm,
         "hits in vllm": users.hits_in_vllm,
         "others in vllm": users.others_in_vllm,

@@ -20,7 +20,7 @@ from halfbyte.paths import shipped_model
 from halfbyte_lab.evals import card as cards
 from halfbyte_lab.evals.advice import CPU, advise, command, python_lines
 from halfbyte_lab.evals.card import TOLERATED, Card, Evidence, read_card
-from halfbyte_lab.evals.choices import SAFE, caches, is_safe
+from halfbyte_lab.evals.choices import caches, is_safe
 from halfbyte_lab.evals.pages import safe_where
 from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.evals.suite import settings, write
@@ -36,6 +36,8 @@ SIZES = {
     "head_dim": 32,
     "vocab_size": 100,
 }
+#: The largest divergence that a card of these tests calls safe: twice its floor.
+SAFE = 2e-3
 FIGURES = ("perplexity", "change", "noise", "kl_mean", "kl_p99", "top1", "kv_bytes_per_token", "weight_bytes")
 
 
@@ -53,7 +55,7 @@ def card(model: str, *results: dict[str, object]) -> Card:
     from halfbyte.memory import load_config
     from halfbyte_lab.evals.calibrate import sizes_of
 
-    return Card("owner/name", sizes_of(load_config(model)), "a text", (8, 512), 16, 0, (), results, (32, 32), {})
+    return Card("owner/name", sizes_of(load_config(model)), "a text", (8, 512), 16, 0, (), results, (32, 32), {}, SAFE / 2)
 
 
 @pytest.fixture
@@ -245,13 +247,13 @@ def test_a_folder_of_our_own_tells_its_formats(tmp_path: Path, capsys: pytest.Ca
 
 def test_safe_is_a_divergence_with_its_noise(llama: str) -> None:
     """A card without that noise is read, one with a noise that is no number is not."""
-    assert [is_safe(SAFE), is_safe(SAFE, 1e-6), is_safe(float("nan"))] == [True, False, False]
-    assert [safe_where(kl) for kl in ([SAFE, SAFE], [SAFE, 1.0], [1.0, SAFE])] == ["yes", "plain", "no"]
+    assert [is_safe(2e-3, 0.0, 1e-3), is_safe(2e-3, 1e-6, 1e-3), is_safe(float("nan"), 0.0, 1e-3)] == [True, False, False]
+    assert [safe_where(safe) for safe in ([True, True], [True, False], [False, True])] == ["yes", "plain", "no"]
     for noise, safe in (({}, True), ({"kl_noise": 1e-3}, True), ({"kl_noise": 1.5e-3}, False)):
         known = result("int8", "int8", "bf16", 0.0) | {"kl_mean": 1e-3} | noise
         assert card(llama, known).evidence("int8", "int8", "bf16").safe is safe
     far = result("int8", "int8", "bf16", 0.0) | {"kl_mean": 2 * SAFE}
-    for floor, safe in ((0.0, False), (SAFE, True)):
+    for floor, safe in ((0.0, False), (SAFE / 2, False), (SAFE, True)):
         assert replace(card(llama, far), floor=floor).evidence("int8", "int8", "bf16").safe is safe
 
 
@@ -314,6 +316,46 @@ def test_large_sizes_are_written_out(capsys: pytest.CaptureFixture[str]) -> None
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16")]
     assert row.split()[2] == f"{4096 * 2**20 * 3072 / 1e9:,.0f}"
     assert "e+" not in row
+
+
+def test_the_table_is_short_without_evidence(
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 bits, the recommended, INT8 and the smallest; every one if asked for, or where a card is of the model."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def table(*options: str) -> list[str]:
+        assert run("advise", llama, "--gpu", "h200", *options) == 0
+        return re.findall(r"(?:^| )(\w+/\w+) ", capsys.readouterr().out, re.MULTILINE)
+
+    assert table() == ["bf16/bf16", f"{defaults.KEYS}/{defaults.VALUES}", "int8/int8", "int4/int4"]
+    assert len(table("--every")) == 4 * len(caches())
+    assert run("advise", "demo", "--gpu", "h200") == 0
+    said = capsys.readouterr().out
+    assert "more choices" not in said
+    assert "by the evidence card of demo, a toy" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(("gpu", "named"), [(["--gpu", "h200"], True), ([], False)])
+def test_the_fast_path_is_named_on_a_gpu(gpu: list[str], named: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Above the command that runs it; on a CPU nothing is captured."""
+    assert run("advise", "demo", *gpu) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("with fused blocks. Run it: halfbyte generate demo" in said) is named
+
+
+def test_layers_are_looked_through_once(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of a model are found once and not for each choice, and layers that are alike are counted."""
+    from halfbyte import memory
+    from halfbyte.hf import weights
+
+    looked, sized = list[str](), list[int]()
+    find, size = weights.targets, memory.LayerSizes.nbytes
+    monkeypatch.setattr(weights, "targets", lambda model: (looked.append(""), find(model))[1])
+    monkeypatch.setattr(memory.LayerSizes, "nbytes", lambda self, *sizes: (sized.append(1), size(self, *sizes))[1])
+    choices = advise(llama, gpu="h200").choices
+    assert len(looked) < len(choices)
+    assert len(sized) < 100 * len(choices)
 
 
 def test_columns_that_do_not_fit_are_shown_if_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +444,9 @@ def test_the_shipped_card_is_of_the_shipped_model() -> None:
     assert found.card == "demo"
     assert all(c.evidence is not None for c in found.choices)
     assert found.recommended is not None
+    assert (found.recommended.keys, found.recommended.values) == (defaults.KEYS, defaults.VALUES)
+    safe = {(c.keys, c.values) for c in found.choices if c.evidence and c.evidence.safe}
+    assert safe == {("bf16", "bf16"), (defaults.KEYS, defaults.VALUES), ("int8", "int8")}  # as the README's table has it
 
 
 def test_advice_for_fp16(llama: str) -> None:

@@ -30,8 +30,8 @@ from halfbyte.paths import shipped_model
 from halfbyte.text import ByteTokenizer, heldout_text, load_tokenizer, windows
 from halfbyte_lab.evals import demo, present
 from halfbyte_lab.evals import model as models
-from halfbyte_lab.evals.choices import SAFE, caches
-from halfbyte_lab.evals.own_attention import own_attention
+from halfbyte_lab.evals.choices import caches, is_safe
+from halfbyte_lab.evals.own_attention import in_half, own_attention
 from halfbyte_lab.evals.pages import add_results, append_records, by_model, cards, merged, model_table, write_report
 from halfbyte_lab.evals.present import verdict
 from halfbyte_lab.evals.quality import (
@@ -229,8 +229,10 @@ def test_records_name_the_device_that_ran(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("noise", "safe"), [(0.0, "yes"), (2e-4, "no")])
 def test_safe_is_a_divergence_with_its_noise(noise: float, safe: str) -> None:
     sizes = {"kv_bytes_per_token": 10.0, "weight_bytes": 10}
-    made = [Quality(s, kl_mean=SAFE - 1e-4, kl_noise=noise, **sizes) for s in (Setting(), Setting("int8", "int8"))]
-    assert by_model(made)[1][0][-1] == safe
+    sizes |= {"kl_mean": 1.9e-3, "kl_noise": noise, "floor": 1e-3}
+    made = [Quality(s, **sizes) for s in (Setting(), Setting.of_transformers("bf16"), Setting("int8", "int8"))]
+    ((name, *_, said),) = by_model(made)[1]
+    assert (name, said) == ("int8", safe)
 
 
 def test_the_demos_table_fits_a_terminal_of_80_columns() -> None:
@@ -251,7 +253,7 @@ def test_the_demos_table_fits_a_terminal_of_80_columns() -> None:
 
 def test_the_report_begins_with_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three cards, noise that decides what is said, then every row, those of one result merged; names are explained."""
-    sizes = {"perplexity": 2.0, "weight_bytes": 10, "kl_p99": 0.1, "top1": 0.9, "kl_by_quarter": [0.0] * 3}
+    sizes = {"perplexity": 2.0, "weight_bytes": 10, "floor": 1e-3, "kl_p99": 0.1, "top1": 0.9, "kl_by_quarter": [0.0] * 3}
     made = [Quality(Setting(), kv_bytes_per_token=100.0, kl_mean=0.0, change=0.0, noise=0.0, **sizes)]
     monkeypatch.setitem(present.CARDS, "Smallest cache", ("int4_g32", "int4_g32"))
     figures = {"int8": (0.01, 0.02, 50.0), "int8_g64": (0.01, 0.02, 50.0), "int4_g32": (1.5, 0.2, 30.0)}
@@ -317,6 +319,18 @@ def test_transformers_own_attention_can_be_the_base(shipped: Any) -> None:
     assert base.setting.name == "transformers"
     assert 0 < 5 * plain.kl_mean < packed.kl_mean < 1e-3
     assert shipped[0].config._attn_implementation == "halfbyte"
+
+
+def test_the_floor_is_that_of_16_bit_arithmetic(shipped: Any) -> None:
+    """A model in fp32 is compared with its own attention in bf16; what rounds less than that, as INT8 does here, is safe."""
+    model, _ = shipped
+    runs = [Setting(), Setting.of_transformers("bf16"), Setting("int8_channel", "int8"), Setting("int4_channel", "int8")]
+    plain, own, int8, int4 = evaluate(model, runs, cut(shipped, 2, 128))
+    assert in_half(model).dtype is torch.bfloat16
+    assert model.dtype is torch.float32
+    in_fp32 = evaluate(model, [Setting.of_transformers("bf16"), Setting()], cut(shipped, 2, 128))[1]
+    assert plain.floor == own.kl_mean > 3 * in_fp32.kl_mean
+    assert [is_safe(r.kl_mean, r.kl_noise, r.floor) for r in (plain, int8, int4)] == [True, True, False]
 
 
 def test_writing_is_the_models_own_greedy_text(shipped: Any) -> None:
@@ -469,8 +483,8 @@ def test_the_demo_from_its_command(quick: bool, tmp_path: Path, capsys: pytest.C
     assert ("Outliers" in written) is not quick
     assert ("halfbyte demo --quick" in written) is quick
     found = [json.loads(line) for line in records.read_text().splitlines()]
-    variants = [] if quick else [name for outliers in demo.PROFILES for name in [outliers.name] * 3]
-    assert [r["model"] for r in found if r["weights"] is None] == [""] * 3 + variants
+    variants = [] if quick else [name for outliers in demo.PROFILES for name in [outliers.name] * 4]
+    assert [r["model"] for r in found if r["weights"] is None] == [""] * 4 + variants
     assert [r["model"] for r in found if r["weights"]] == ["", *variants[:1]]  # weights have the same outliers everywhere
     assert all(r["command"][name] > 0 for r in found for name in ("seconds", "cpu_seconds"))
     assert re.search(r"Took \d+ s, \d+ s of CPU time", said)

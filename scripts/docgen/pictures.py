@@ -12,6 +12,7 @@ from docgen.sources import DARK, KEYS, LIGHT, VALUES, WEIGHTS, Record, by_machin
 #: Pixels: the width of a picture, the first of a bar, and a row.
 WIDTH, LEFT, ROW = 740, 236, 24
 TITLES = {"row": "How a packed row is read", "step": "A decode step of whole models", "fits": "Sequences of 32K tokens that fit"}
+TITLES["served"] = "A step in vLLM's engine, and the tokens that fit"
 #: Cards in GB, tokens of a sequence, and what is kept of the model and its cache, from 16 bits to 4.
 CARDS, CONTEXT, MODEL = (24, 48, 80), 32_768, "Llama 3 8B"
 KEPT = (
@@ -173,9 +174,52 @@ def fits() -> str:
     )
 
 
+# ---------------------------------------------------------------------------------------------------------------- in vLLM
+
+#: Modes of vLLM's engine in the order of `users.served`: what they are called, color and its strength.
+ENGINES = (
+    ("vLLM, 16 bits", "s6", 1.0),
+    ("INT8/INT4 cache", "s1", 0.45),
+    ("... and INT4 weights", "s1", 1.0),
+    ("... and prompts' x in INT8", "s3", 1.0),
+)
+#: vLLM's own cache of one byte an element, beside the first mode.
+FP8 = ("vLLM, fp8 cache (computed)", "s6", 0.45)
+
+
+def _room() -> list[tuple[tuple[str, str, float], int]]:
+    """Looks and tokens that fit: vLLM's in 16 bits and in fp8, then ours."""
+    (first, plain), *ours = users.served()[1]
+    return [(ENGINES[first], plain), (FP8, 2 * plain), *((ENGINES[i], tokens) for i, tokens in ours)]
+
+
+def served() -> str:
+    """Bars of milliseconds for each batch, then of the tokens that fit."""
+    (by_batch, _, gpu), room, y, parts = users.served(), _room(), 70.0, []
+    longest, most = max(ms for sides in by_batch.values() for _, ms in sides), max(tokens for _, tokens in room)
+    rows = [(f"{batch}", [(ENGINES[i], ms / longest, f"{ms:.2f} ms") for i, ms in sides]) for batch, sides in by_batch.items()]
+    rows.append(("tokens that fit", [(look, tokens / most, f"{tokens:,}") for look, tokens in room]))
+    for name, bars in rows:
+        parts.append(text(16, y + 15, name, weight="600" if name == rows[-1][0] else "normal"))
+        for (_, color, strength), share, told in bars:
+            parts += [box(LEFT, y + 3, 400 * share, 13, color, strength), text(LEFT + 400 * share + 7, y + 14, told, size=12)]
+            y += 18
+        y += 16
+    x = 16.0
+    for label, color, strength in (ENGINES[0], FP8, *ENGINES[1:]):
+        parts += [box(x, y, 12, 12, color, strength), text(x + 17, y + 11, label, "quiet", 11)]
+        x += 34 + 5.6 * len(label)
+    return picture(
+        TITLES["served"],
+        f"Llama 3 8B's sizes on an {gpu}, requests x context. Steps: shorter is better; tokens: longer is.",
+        y + 30,
+        parts,
+    )
+
+
 def pictures() -> dict[str, str]:
     """The SVGs by path."""
-    return {f"docs/assets/{name}.svg": draw() for name, draw in (("row", row), ("step", steps), ("fits", fits))}
+    return {f"docs/assets/{name}.svg": draw() for name, draw in (("row", row), ("step", steps), ("fits", fits), ("served", served))}
 
 
 # ------------------------------------------------------------------------------------------------------------ in words
@@ -186,6 +230,10 @@ def _said(name: str) -> Iterator[str]:
     if name == "step":
         for what, gpu, sides in compared():
             yield f"{what}, {gpu}: " + ", ".join(f"{label} {sides[side]:.2f} ms" for side, label, *_ in SIDES if side in sides)
+    if name == "served":
+        for what, times in users.served()[0].items():
+            yield f"{what}: " + ", ".join(f"{ENGINES[i][0].removeprefix('... ')} {ms:.2f} ms" for i, ms in times)
+        yield "Tokens that fit: " + ", ".join(f"{look[0].removeprefix('... ')} {tokens:,}" for look, tokens in _room())
     if name == "fits":
         for card, rows in fitting().items():
             yield f"{card} GB: " + ", ".join(f"{kept.removeprefix('... ')} {count}" for kept, _, _, count in rows)

@@ -118,7 +118,8 @@ def _choice(s: Setting) -> tuple[str, ...]:
     by_text = {r.case: r for r in real if r.formats == name and r.error}
     toy = [r for r in tables.study_records("quality-per-bit") if (r.op, r.formats) == (OPS[is_cache], name) and r.error]
     worst = max((r.error or 0.0 for r in toy), default=None)
-    words = {None: "not measured", False: "no", True: "yes" if worst is None or is_safe(worst) else "without outliers"}
+    floor = min(value for case, value in evidence.floors(real).items() if case.endswith("bf16"))  # the toy's records have none
+    words = {None: "not measured", False: "no", True: "yes" if worst is None or is_safe(worst, 0.0, floor) else "without outliers"}
     word = words[evidence.verdicts(real).get(name)]
     timed, case = (attention(), "batch 128 x 8,192") if is_cache else (linear(), "8192 x 8192, 1 row")
     kernel = (s.weights or (str(s.keys) if s.keys == s.values else f"{s.keys}+{s.values}")) if not any(s.exact) else ""

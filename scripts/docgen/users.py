@@ -47,8 +47,9 @@ def in_vllm(prompts: bool = True) -> str:
     told = [
         f"{env['device']}, vLLM {env['versions']['vllm']} with torch.compile and CUDA graphs, {_SIZES}, {' and '.join(days)}; each "
         f"column on an H200 whose host other jobs shared. INT4 weights are int4_g128, with an output layer in int8_col; INT8 x is "
-        f"int4_g128_a8. The cache holds {stock['kv_tokens']:,} tokens in 16 bits, {packed['kv_tokens']:,} in INT8 / INT4 with INT4 "
-        f"weights. Measured by an earlier form of `halfbyte_lab.serving`: {', '.join(older)}.",
+        f"int4_g128_a8. The cache holds {stock['kv_tokens']:,} tokens in 16 bits, twice as many in fp8 (computed), "
+        f"{packed['kv_tokens']:,} in INT8 / INT4 with INT4 weights. Measured by an earlier form of `halfbyte_lab.serving`: "
+        f"{', '.join(older)}.",
         f"Milliseconds a step:\n\n{lines('step_ms', 2)}",
     ]
     if prompts:
@@ -58,6 +59,17 @@ def in_vllm(prompts: bool = True) -> str:
             f"With an empty kernel cache the engine started in {packed['start_s']:.0f} s, stock vLLM in {stock['start_s']:.0f} s.",
         ]
     return "\n\n".join(told)
+
+
+def served() -> tuple[dict[str, list[tuple[int, float]]], list[tuple[int, int]], str]:
+    """Milliseconds of a step by batch, and tokens that fit, each with the number of its mode in `_MODES`; and the GPU."""
+    rows = _in_vllm()
+    steps = {
+        _batch(shape): [(i, float(r["step_ms"])) for i, mode in enumerate(_MODES) if (r := rows.get(("decode", mode, shape)))]
+        for shape in _shapes(rows, "decode", _MODES)
+    }
+    fit = [(i, int(r["kv_tokens"])) for i, mode in enumerate(_MODES) if (r := rows.get(("engine", mode, "")))]
+    return steps, fit, str(rows["engine", _MODES[0], ""]["environment"]["device"]).removeprefix("NVIDIA ")
 
 
 def stock_step(shape: str) -> tuple[str, float]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -255,8 +257,13 @@ class CacheSizes:
     states: int = 0
     window: int = 0
 
+    @cached_property
+    def _alike(self) -> dict[LayerSizes, int]:
+        """Layers of one kind, counted: those who ask for the bytes of many contexts would wait for all layers of each."""
+        return Counter(self.layers)
+
     def nbytes(self, batch: int, tokens: int) -> int:
-        return sum(layer.nbytes(batch, tokens, self.window) for layer in self.layers)
+        return sum(count * layer.nbytes(batch, tokens, self.window) for layer, count in self._alike.items())
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
         return sum(layer.plain_nbytes(batch, tokens) for layer in self.layers)

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from halfbyte.engine import PageLayout
 from halfbyte.hf import load
+from halfbyte.vllm import backend as backends
 from halfbyte.vllm import register
 from halfbyte.vllm.backend import HalfbyteBackend
 from halfbyte.vllm.names import PLAN, backend_name, cache_dtype
@@ -51,6 +52,18 @@ def test_an_engine_says_what_transformers_says(keys: str, values: str) -> None:
     with engine(backend=backend_name(keys, values), additional_config=EXACT) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(quantized(keys=keys, values=values, rotate_keys=False)))
+
+
+def test_blocks_are_told_beside_those_of_vllms_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 + 2 bytes of INT8 keys with a scale and 32 + 4 of INT4 values, against 256 in 16 bits and 128 in fp8."""
+    said = list[str]()
+    monkeypatch.setattr(backends.logger, "info_once", lambda text, *values: said.append(text % values))
+    layout = PageLayout("int8", "int4", 64)
+    backends.log_blocks(layout, 12_800, torch.bfloat16)
+    each = layout.token_head_bytes
+    assert said == [
+        f"KV cache in int8 / int4: 12,800 blocks; the same memory has {50 * each:,} in bfloat16 and {100 * each:,} in fp8"
+    ]
 
 
 def test_blocks_grow_by_the_ratio_of_bytes() -> None:

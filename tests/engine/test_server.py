@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,21 @@ class Server:
         return float(re.search(rf"^{name}{{.*}} (\S+)$", self.get("/metrics"), re.MULTILINE)[1])  # type: ignore[index]
 
     def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def lives(self) -> bool:
+        """Whether any process of it is there, the engine's too."""
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +145,26 @@ def test_many_requests_and_a_client_that_dies(server: Server) -> None:
 def test_the_log_tells_how_many_blocks_there_are(server: Server) -> None:
     server.complete(PROMPTS[0])
     told = re.search(
-        r"KV cache in int8 / int4_g32: ([\d,]+) blocks; in float32 the same memory has ([\d,]+)", server.log.read_text()
+        r"KV cache in int8 / int4_g32: ([\d,]+) blocks; the same memory has ([\d,]+) in float32 and ([\d,]+) in fp8",
+        server.log.read_text(),
     )
     assert told is not None
-    ours, plain = (int(n.replace(",", "")) for n in told.groups())
+    ours, plain, fp8 = (int(n.replace(",", "")) for n in told.groups())
+    assert fp8 == pytest.approx(4 * plain, rel=1e-2)
     assert ours / plain == pytest.approx(2 * 64 * 4 / PageLayout("int8", "int4_g32", 64).token_head_bytes, rel=1e-2)
+
+
+def test_a_server_that_is_told_to_end_does(server: Server) -> None:
+    """SIGTERM in the middle of an answer: as stock it ends without an error, and takes its engine with it."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(server.die_while_reading).result()
+    server.process.terminate()
+    assert server.process.wait(30) in (0, -signal.SIGTERM)
+    for _ in range(60):
+        if not server.lives:
+            break
+        time.sleep(0.25)
+    assert not server.lives
 
 
 def test_registering_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

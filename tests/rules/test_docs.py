@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 import halfbyte
+from halfbyte import settings
+from halfbyte_lab.evals.card import WEIGHTS
+from halfbyte_lab.evals.choices import caches
 from halfbyte_lab.studies import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -169,3 +172,24 @@ def test_steps_of_the_first_page_stand_on_their_own_page() -> None:
         )
         kept = [cell for name, cell in zip(make_docs.summary.step.SUMMARY, cells, strict=True) if name in headers]
         assert kept in told
+
+
+#: Pages and examples that name the formats of a model to somebody who has not chosen.
+RECOMMENDING = (
+    *("README.md", "docs/index.md", "docs/start/first-model.md", "docs/start/chat.md", "docs/tutorials/judge-a-model.md"),
+    *(f"docs/guides/{name}.md" for name in ("measuring", "tensor-parallel", "transformers")),
+    *(f"examples/{name}.py" for name in ("03_transformers", "06_tokens_per_second", "07_chat")),
+)
+#: Keys and values as keywords, options and names of vLLM's backends; weights.
+PAIRS = r'keys="(\w+)",\s+values="(\w+)"|--keys (\w+) --values (\w+)|HALFBYTE_([A-Z0-9_]+?)__([A-Z0-9_]+)'
+ONE = r'weights="(\w+)"|--weights (\w+)'
+
+
+@pytest.mark.parametrize("name", RECOMMENDING)
+def test_pages_recommend_what_the_tables_do(name: str) -> None:
+    """The defaults, or formats of the tables that `advise` and the README's table are made of."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    pairs = {tuple(part.lower() for part in found if part) for found in re.findall(PAIRS, text)}
+    weights = {next(filter(None, found)) for found in re.findall(ONE, text)}
+    assert pairs <= set(caches().values())
+    assert weights <= {settings.CPU_WEIGHTS, *(fmt for formats in WEIGHTS for fmt in formats[:1])}

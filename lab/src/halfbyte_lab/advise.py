@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,7 @@ from halfbyte import settings
 from halfbyte.cli.options import Dtype
 from halfbyte.cli.shared import Json, Model, Where, Wide, console, human_bytes, print_table, readable, token_count
 from halfbyte.errors import check
+from halfbyte.paths import SHIPPED
 
 if TYPE_CHECKING:
     from halfbyte_lab.evals.advice import Advice, Choice
@@ -22,6 +25,8 @@ STEP = "step ms"
 LOSS = "perplexity %"
 HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", LOSS, STEP)
 
+#: What is fast on a GPU, above the command that runs it.
+FAST = "The fast path is on by default: generate() records each decode step as one CUDA graph, with fused blocks. Run it:"
 _STEP_WORDS = "; step: the least time of a decode step, that of reading its bytes"
 
 
@@ -42,6 +47,7 @@ def advise(
     measure: Annotated[bool, typer.Option("--measure", help="Measure the evidence first, on 8 windows of 512 tokens.")] = False,
     dtype: Dtype = settings.HALVES[0],
     device: Where = None,
+    every: Annotated[bool, typer.Option("--every", help="Show every choice, also those without evidence.")] = False,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
@@ -63,22 +69,26 @@ def advise(
     if as_json:
         print(json.dumps(asdict(advice), indent=2))
     else:
-        _print(advice, wide)
+        _print(advice, every, wide)
 
 
-def _print(a: Advice, wide: bool) -> None:
-    from halfbyte_lab.evals.advice import command, python_lines
+def _print(a: Advice, every: bool, wide: bool) -> None:
+    from halfbyte_lab.evals.advice import CPU, command, python_lines, shown
 
     rate = a.sheet.bytes_per_second
     speed = "bandwidth unknown" if rate is None else f"{rate / 1e9:,.0f} GB/s"
     title = f"{a.model} on {a.gpu} ({human_bytes(a.sheet.memory_bytes)}, {speed}): {a.batch:,} x {a.context:,} tokens"
+    choices = a.choices if every else shown(a)
     unknown = {STEP: rate is None, LOSS: a.card is None}
     columns = [i for i, name in enumerate(HEADERS) if not unknown.get(name)]
-    rows = [tuple(row[i] for i in columns if row) for row in _rows(a)]
+    rows = [tuple(row[i] for i in columns if row) for row in _rows(a, choices)]
     print_table(title, [HEADERS[i] for i in columns], rows, text_columns=2, wide=wide)
-    for line in _legend(a):
+    left_out = len(a.choices) - len(choices)
+    for line in ([f"{left_out} more choices: --every."] if left_out else []) + _legend(a):
         console().print(line, markup=False, highlight=False)
     if a.recommended is not None:
+        if a.gpu != CPU:
+            console().print(FAST, markup=False, highlight=False)
         print(f"\n{command(a, a.recommended)}\n\n{python_lines(a, a.recommended)}")
 
 
@@ -91,7 +101,7 @@ def _legend(a: Advice) -> list[str]:
         f"{a.batch:,} that fit{'' if a.sheet.bytes_per_second is None else _STEP_WORDS}."
     ]
     if a.card is not None:
-        of = a.card if a.is_own else f"another model, {a.card}"
+        of = f"{a.card}, a toy" if a.card in SHIPPED else a.card if a.is_own else f"another model, {a.card}"
         lines.append(f"perplexity: change against 16 bits and its noise, by the evidence card of {of}; *: a safe KL divergence.")
     if a.card is None or not a.is_own:
         lines.append(f"What this costs on {a.model} is not known. Measure it: halfbyte eval {a.model} --suite")
@@ -100,16 +110,14 @@ def _legend(a: Advice) -> list[str]:
     return [*lines, "", f"No recommendation: {a.reason}." if took is None else f"{_saved(a, took)} ({a.reason})."]
 
 
-def _rows(a: Advice) -> list[tuple[str, ...]]:
-    """One row a choice, a line between weight formats; the first two rows of a format name it and its bytes."""
-    rows, before, count = list[tuple[str, ...]](), None, 0
-    for c in a.choices:
-        if c.weights != before:
-            rows += [()] * (before is not None)
-            before, count = c.weights, 0
-        label = (c.weights, human_bytes(c.weight_bytes))[count] if count < 2 else ""
-        rows.append((label, *_row(a, c)))
-        count += 1
+def _rows(a: Advice, choices: Sequence[Choice]) -> list[tuple[str, ...]]:
+    """One row a choice, a line between weight formats; the first two rows of a format name it and its bytes, or its only one."""
+    rows = list[tuple[str, ...]]()
+    for weights, group in groupby(choices, key=lambda c: c.weights):
+        alike = [*group]
+        size = human_bytes(alike[0].weight_bytes)
+        labels = (weights, size, *[""] * len(alike)) if len(alike) > 1 else (f"{weights}, {size}",)
+        rows += [()] * bool(rows) + [(label, *_row(a, c)) for label, c in zip(labels, alike, strict=False)]
     return rows
 
 

@@ -1,7 +1,7 @@
 """halfbyte in Hugging Face transformers: packed KV caches and quantized weights with one call.
 
-    model = halfbyte.hf.quantize(model, weights="nf4", keys="int8", values="int4_g32")
-    model.generate(...)                                     # unchanged
+    model = halfbyte.hf.quantize(model)  # in the default formats
+    model.generate(...)                   # unchanged
 
 Importing this module registers attention, experts and quantization method "halfbyte" with transformers, so that
 `AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.

@@ -1,7 +1,7 @@
 """halfbyte inside vLLM: the KV cache in packed pages, and quantized linear layers.
 
 vLLM calls `register`, the entry point of its group vllm.general_plugins, in each of its processes. Then
-`--attention-backend HALFBYTE_INT8__INT4_G32`, or from vLLM 0.33 on `--kv-cache-dtype halfbyte_int8__int4_g32`, names the formats of
+`--attention-backend HALFBYTE_INT8__INT8`, or from vLLM 0.33 on `--kv-cache-dtype halfbyte_int8__int8`, names the formats of
 keys and values, and `--quantization halfbyte` loads folders of `halfbyte quantize`. Without these, vLLM runs as if halfbyte were
 not there.
 """

@@ -337,10 +337,11 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
 
 
 def log_blocks(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
-    """Log, once, how many blocks there are, and how many vLLM's own cache would have."""
-    plain = blocks * layout.token_head_bytes // ((layout.head_dim + layout.value_dim) * dtype.itemsize)
-    text = "KV cache in %s / %s: %s blocks; in %s the same memory has %s"
-    logger.info_once(text, layout.keys, layout.values, f"{blocks:,}", str(dtype).removeprefix("torch."), f"{plain:,}")
+    """Log, once, how many blocks there are, and how many vLLM's own caches would have, in the model's type and in fp8."""
+    plain, fp8 = (blocks * layout.token_head_bytes // ((layout.head_dim + layout.value_dim) * n) for n in (dtype.itemsize, 1))
+    text = "KV cache in %s / %s: %s blocks; the same memory has %s in %s and %s in fp8"
+    name = str(dtype).removeprefix("torch.")
+    logger.info_once(text, layout.keys, layout.values, f"{blocks:,}", f"{plain:,}", name, f"{fp8:,}")
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def check_used(config: Any, backend: str) -> None:
     check(
         backend in backend_names() or "halfbyte" not in (config.additional_config or {}),
         f"additional_config has halfbyte options, and attention backend {backend} is not halfbyte's; give --attention-backend "
-        f"HALFBYTE_INT8__INT4_G32, or another of halfbyte's, or leave the options out",
+        f"HALFBYTE_INT8__INT8, or another of halfbyte's, or leave the options out",
     )
 
 

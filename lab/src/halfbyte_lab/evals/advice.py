@@ -2,7 +2,7 @@
 
 A decode step reads the weights and the cache once: bytes / bandwidth is the least time it can take. Of a mixture of E experts, of
 which each token uses k, a step of B sequences reads a share 1 - (1 - k/E)^B, if all are used equally often. Layers with a sliding
-window read no more than the window, but their cache keeps every token.
+window read no more than the window, and their cache keeps a ring of it.
 """
 
 from __future__ import annotations
@@ -222,6 +222,7 @@ class _Sizes:
         self.plain = packed_layers(config, dtype, dtype, ())  # refuses what a packed cache cannot serve before a model is built
         self.skeleton = meta_model(config, name)
         self.room = room(sheet.memory_bytes)
+        self.expert_shapes = _expert_shapes(self.skeleton)
         limit = getattr(self.text, "max_position_embeddings", None)
         self.positions = limit if isinstance(limit, int) else 2**31
         self.context = min(8192, self.positions) if context is None else context
@@ -274,27 +275,22 @@ class _Sizes:
         model: Any = self.skeleton
         embedding = 0 if is_tied(model) else 2 * math.prod(model.get_input_embeddings().weight.shape)
         stacks = 0
-        for name, shape in self._expert_shapes().items():
+        for name, shape in self.expert_shapes.items():
             fmt = self.stored.formats.get(name) if self.stored else weight_or_plain(weights)
             stacks += 2 * math.prod(shape) if fmt is None else fmt.nbytes(shape)
         return embedding + int(stacks * (1 - self._hit()))
-
-    def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
-        from halfbyte.hf.weights import targets
-
-        return {name: tuple(t.shape) for name, t in targets(self.skeleton).items() if len(t.shape) == 3}
 
     def _hit(self) -> float:
         """Expected share of the experts that a step uses; 1 where the configuration does not say how many a token uses."""
         from halfbyte.hf.mixtures import unread_experts
 
-        shapes = list(self._expert_shapes().values())
+        shapes = list(self.expert_shapes.values())
         return 1 - unread_experts(self.text, shapes[0][0], self.batch) if shapes else 1.0
 
     def notes(self) -> list[str]:
         """What the figures assume."""
         lines = []
-        if self._expert_shapes():
+        if self.expert_shapes:
             lines.append(
                 f"a step of {self.batch:,} sequences reads {self._hit():.0%} of the experts, if all are used equally often"
             )
@@ -305,9 +301,27 @@ class _Sizes:
         return lines
 
 
+def _expert_shapes(skeleton: Any) -> dict[str, tuple[int, ...]]:
+    """By name, the stacks of experts of a model."""
+    from halfbyte.hf.weights import targets
+
+    return {name: tuple(t.shape) for name, t in targets(skeleton).items() if len(t.shape) == 3}
+
+
 def _largest(left: int, nbytes: Callable[[int], int]) -> int:
     """The largest count whose bytes are at most `left`."""
     return max(0, bisect_right(range(2**31), left, key=nbytes) - 1)
+
+
+def shown(advice: Advice) -> list[Choice]:
+    """What a short table has: every choice with evidence of this model; without any, 16 bits, what is recommended, the INT8 cache
+    with the same weights, and the fewest bytes."""
+    if evidence := [c for c in advice.choices if c.evidence is not None and advice.is_own]:
+        return evidence
+    first, took = advice.choices[0], advice.recommended or advice.choices[0]
+    int8 = [c for c in advice.choices if (c.weights, c.keys, c.values) == (took.weights, *caches()["8 bits, fastest"])]
+    few = (first, took, *int8, min(advice.choices, key=lambda c: c.weight_bytes + c.kv_bytes))
+    return [c for c in advice.choices if any(c is one for one in few)]
 
 
 def python_lines(advice: Advice, choice: Choice) -> str:

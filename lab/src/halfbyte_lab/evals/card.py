@@ -58,7 +58,7 @@ class Card:
 
     windows    (number, tokens of each); long: tokens of the long contexts, 0 for none
     agreement  (equal, compared) greedy tokens with 16-bit keys and values, ours and those of transformers' own attention
-    floor      divergence of the packed 16-bit run from transformers' own, 0 where it was not measured
+    floor      what 16-bit arithmetic costs by itself, as of `Quality`, 0 where it was not measured: nothing is then safe
     """
 
     model: str

@@ -3,14 +3,14 @@
 Where the 16-bit model predicts a text well, the logarithm of perplexity grows by about the mean KL divergence: 0.002 nats are
 0.2 %, and 0.01 nats are 1 %. For scale: the 8-bit weights of llama.cpp (Q8_0) raise the perplexity of Llama 3 8B by 0.04 %, its
 4-bit ones (Q4_K_M) by 2.8 % (ggml-org/llama.cpp#6936). KL divergence decides, as it has less noise than a change of perplexity.
+
+One rule says what is safe: at most twice the floor of the same run, which is what 16-bit arithmetic costs by itself. A run without
+a floor calls nothing safe.
 """
 
 from __future__ import annotations
 
 from halfbyte.settings import KEYS, VALUES
-
-#: Most mean KL divergence from the 16-bit run, in nats, noise included, of formats that are called safe.
-SAFE = 2e-3
 
 
 def caches(dtype: str = "bf16") -> dict[str, tuple[str, str]]:
@@ -25,11 +25,11 @@ def caches(dtype: str = "bf16") -> dict[str, tuple[str, str]]:
     }
 
 
-def limit(floor: float = 0.0) -> float:
-    """The largest divergence that is safe: `SAFE`, or twice what a packed cache of 16 bits costs, `floor`, where that is more."""
-    return max(SAFE, 2 * floor)
+def limit(floor: float) -> float:
+    """The largest mean KL divergence that is safe, in nats: twice what 16-bit arithmetic costs in the same run, `floor`."""
+    return 2 * floor
 
 
-def is_safe(kl: float, noise: float = 0.0, floor: float = 0.0) -> bool:
+def is_safe(kl: float, noise: float, floor: float) -> bool:
     """Whether a mean KL divergence with its noise, both in nats, is small enough; not where it is not known (NaN)."""
     return kl + noise <= limit(floor)

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from halfbyte.paths import SHIPPED
+from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 from halfbyte.text import Tokenizer, heldout_text, windows
 from halfbyte_lab.evals.card import shipped_cards
 from halfbyte_lab.evals.choices import limit
@@ -68,9 +69,10 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
     cut = windows(ids, *(QUICK_TEXT if quick else TEXT))
     settings = [
         Setting(),
+        Setting.of_transformers("bf16"),
         *every_kv_setting(model.config.head_dim),
         *every_weight_setting(),
-        Setting("int8", "int4_g32", weights="int4_g64"),
+        Setting(KEYS, VALUES, weights=WEIGHTS, clip=CLIP),
     ]
     console.print(
         f"The shipped model on {cut.shape[0]} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "
@@ -83,7 +85,7 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
     equal, total = agreement(model, cut[:2, :48])
     console.print(f"\n{BY_MODEL if variants else BY_MODEL.partition(',')[0]}:")
     console.print(model_table([*results, *variants]))
-    console.print(f"{SAFE_WORDS}\n{ALIKE}", highlight=False)
+    console.print(f"{SAFE_WORDS}, here {1e3 * limit(results[0].floor):.2g}\n{ALIKE}", highlight=False)
     for name, text in texts.items():
         console.print(Panel(Text(PROMPT + text), title=name, title_align="left"))
     same = f"With 16-bit keys and values, {equal} of {total} greedy tokens equal those of transformers' own attention."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from halfbyte.formats import plain_format
+from halfbyte.nn import QuantLayer
 
 
 @torch.no_grad()
@@ -45,6 +47,16 @@ def own_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(NAME)
+
+
+def in_half(model: Any) -> Any:
+    """The model in the arithmetic of its 16-bit type: itself on a GPU; of one in fp32 a copy with weights of that type."""
+    from halfbyte.hf.model_support import half_type
+
+    packed = {id(p) for m in model.modules() if isinstance(m, QuantLayer) for p in m.parameters()}
+    wide = [p for p in model.parameters() if p.dtype is torch.float32 and id(p) not in packed]
+    memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.detach().to(half_type(model)), requires_grad=False) for p in wide}
+    return copy.deepcopy(model, memo) if wide else model
 
 
 def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:

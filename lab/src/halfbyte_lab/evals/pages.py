@@ -20,7 +20,7 @@ from halfbyte.formats import weight_format
 from halfbyte.paths import append_line
 from halfbyte.settings import KEYS, VALUES
 from halfbyte_lab.evals.calibrate import Calibrated
-from halfbyte_lab.evals.choices import SAFE, is_safe
+from halfbyte_lab.evals.choices import is_safe, limit
 from halfbyte_lab.evals.long_context import LONG_HEADERS, LongContext, long_rows
 from halfbyte_lab.evals.present import HEADERS, chosen, kind, ratio, records, row, safety, verdict
 from halfbyte_lab.evals.quality import Quality, Setting
@@ -30,13 +30,14 @@ from halfbyte_lab.report import Cell, Report
 
 #: How to read KL divergence.
 KL_WORDS = (
-    "KL divergence measures how far the probabilities of the next token are from those of the 16-bit run; 0: equal. Up to "
-    f"{SAFE:g} nats, noise included, formats are called safe. From about 0.1 nats on, generated texts differ."
+    "KL divergence measures how far the probabilities of the next token are from those of the 16-bit run; 0: equal. Up to twice "
+    "the floor, {limit:.1e} nats here, noise included, formats are called safe: the floor is the row `transformers`, its own "
+    "attention in 16-bit arithmetic. From about 0.1 nats on, generated texts differ."
 )
 #: What a logarithmic axis shows for no divergence at all.
 LEAST_KL = 1e-9
 BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
-SAFE_WORDS = f"safe: at most {1e3 * SAFE:g} thousandths, noise included; plain: only without outliers"
+SAFE_WORDS = "safe: at most twice what 16-bit arithmetic costs this toy, noise included; plain: only without outliers"
 
 
 def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -44,15 +45,15 @@ def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[st
     where that is small enough to be called safe."""
     models = list(dict.fromkeys(r.model for r in results))
     kl = {(r.model, r.setting): 1e3 * r.kl_mean for r in results}
-    most = {(r.model, r.setting): r.kl_mean + r.kl_noise for r in results}
-    plain = [r for r in results if r.model == models[0]]
+    safe = {(r.model, r.setting): is_safe(r.kl_mean, r.kl_noise, r.floor) for r in results}
+    plain = [r for r in results if r.model == models[0] and not r.setting.own]
     rows = [
         (
             r.setting.name,
             f"{ratio(r, plain[0]):.2f}x",
             f"{r.change:+.2f}",
             *(_thousandths(kl.get((model, r.setting))) for model in models),
-            safe_where([most[model, r.setting] for model in models if (model, r.setting) in most]),
+            safe_where([safe[model, r.setting] for model in models if (model, r.setting) in safe]),
         )
         for r in plain[1:]
     ]
@@ -83,7 +84,7 @@ def add_results(report: Report, results: Sequence[Quality], *notes: str) -> None
         report.text(verdict(results)).cards(cards(results))
     for svg, caption in charts[:1]:
         report.figure(svg, caption)
-    report.text(KL_WORDS, *notes).heading("Every run")
+    report.text(KL_WORDS.format(limit=limit(results[0].floor)), *notes).heading("Every run")
     rows, hints = merged(results)
     report.table(HEADERS, rows, "Compared with the 16-bit run; point at a name to see what it is", hints=hints)
     if len(rows) < len(results):
@@ -118,7 +119,7 @@ def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
     shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
     names = [r.setting.kv + ", the default" * ((r.setting.keys, r.setting.values) == (KEYS, VALUES)) for r in caches]
     points = _points(caches, shares, names, [_series(r.setting) for r in caches])
-    chart = divergence(points, x_label="bytes, share of a 16-bit cache")
+    chart = divergence(points, x_label="bytes, share of a 16-bit cache", limit=limit(base.floor))
     figures = [(chart, "Quality against size of the cache: KL divergence from the 16-bit run by bytes per token")]
     errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
     if errors:
@@ -137,7 +138,7 @@ def _weight_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
     names = [r.setting.weights or "" for r in weights]
     shares = [r.weight_bytes / results[0].weight_bytes for r in weights]
     points = _points(weights, shares, names, [_family(n) for n in names])
-    chart = divergence(points, x_label="bytes, share of 16-bit weights")
+    chart = divergence(points, x_label="bytes, share of 16-bit weights", limit=limit(results[0].floor))
     return [(chart, "Quality against size of 4-bit weights: KL divergence from the 16-bit run by bytes of the whole model")]
 
 
@@ -228,11 +229,9 @@ def write_calibration(model: str, made: Sequence[Calibrated], path: Path) -> Non
     report.code("halfbyte " + shlex.join(sys.argv[1:]), "The command that made this page").write(path)
 
 
-def safe_where(kl: Sequence[float]) -> str:
-    """ "yes", "plain" (without outliers only) or "no", by the divergence on a model and on its variants with outliers."""
-    if all(map(is_safe, kl)):
-        return "yes"
-    return "plain" if is_safe(kl[0]) else "no"
+def safe_where(safe: Sequence[bool]) -> str:
+    """ "yes", "plain" (without outliers only) or "no": whether it is safe on a model, and on its variants with outliers."""
+    return "yes" if all(safe) else "plain" if safe[0] else "no"
 
 
 def in_words(setting: Setting) -> str:

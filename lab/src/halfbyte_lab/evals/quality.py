@@ -28,7 +28,7 @@ from halfbyte.nn import QuantLinear
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
 from halfbyte_lab.evals.choices import caches
-from halfbyte_lab.evals.own_attention import own_attention
+from halfbyte_lab.evals.own_attention import in_half, own_attention
 from halfbyte_lab.progress import progress_later
 
 
@@ -60,7 +60,7 @@ class Setting(CacheSettings):
 
     @classmethod
     def of_transformers(cls, dtype: str) -> Setting:
-        """transformers' own attention and cache, with which `plain` tells what a packed cache of 16 bits costs by itself."""
+        """transformers' own attention and cache; behind the first setting in 16-bit arithmetic, which gives the floor."""
         return cls(dtype, dtype, dtype=dtype, own=True)
 
     @classmethod
@@ -133,7 +133,8 @@ class Quality:
 
     `noise` is two standard errors of `change`, in %, from the differences of the tokens' log-likelihoods; `kl_noise` of `kl_mean`.
     `kl_by_quarter` is the mean over each quarter of a window, `late_kl` that over its second half, with `late_noise`; `model` names
-    an outlier variant. `floor` is the divergence between the packed 16-bit run and transformers' own, 0 where that was not run.
+    an outlier variant. `floor` is what 16-bit arithmetic costs by itself: the divergence of transformers' own attention in it from
+    the packed 16-bit run, 0 where that was not run.
     """
 
     setting: Setting
@@ -190,11 +191,13 @@ def evaluate(
     for setting in settings:
         check_exact(setting.exact, windows.shape[1])
     models = {in_weights: with_weights(model, *in_weights) for in_weights in dict.fromkeys(s.in_weights for s in settings)}
+    half_model = in_half(model) if any(s.own for s in settings[1:]) else model
     tallies = [_Tally(s) for s in settings]
     for part in windows.split(batch):
         base: list[_Outputs] = []
         for tally in tallies:
-            tally.run(models[tally.setting.in_weights], part, chunk, base, on_step)
+            one = half_model if tally.setting.own and base else models[tally.setting.in_weights]
+            tally.run(one, part, chunk, base, on_step)
     results = [tally.result() for tally in tallies]
     floor = max((r.kl_mean for r in results[1:] if r.setting.own), default=0.0)
     for result in results:

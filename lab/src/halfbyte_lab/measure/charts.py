@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfbyte.errors import check
-from halfbyte_lab.evals.choices import SAFE
 from halfbyte_lab.measure.chart_style import (
     BLUE,
     INK,
@@ -67,9 +66,9 @@ def scatter(
     return done.svg
 
 
-def divergence(points: Sequence[Point], *, x_label: str, title: str = "") -> str:
-    """Mean KL divergence against size, with a line at the largest that is called safe. Returns an <svg> element."""
-    rules = [(SAFE, f"safe: up to {SAFE:g}")]
+def divergence(points: Sequence[Point], *, x_label: str, title: str = "", limit: float = 0.0) -> str:
+    """Mean KL divergence against size, with a line at the largest that is safe, `limit`, if that is known. An <svg> element."""
+    rules = [(limit, f"safe: up to {limit:.1e}")] * (limit > 0)
     return scatter(points, x_label=x_label, y_label="mean KL divergence (nats)", title=title, log_y=True, rules=rules)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from halfbyte.settings import CLIP
 from halfbyte.text import Tokenizer, heldout_text, windows
-from halfbyte_lab.evals import real_model
+from halfbyte_lab.evals import choices, real_model
 from halfbyte_lab.evals.long_context import Tasks, found
 from halfbyte_lab.evals.quality import Setting
 from halfbyte_lab.measure import charts
@@ -221,7 +221,7 @@ def floors(measured: Sequence[Record]) -> dict[str, float]:
 
 def is_safe(r: Record, floor: float) -> bool:
     """Whether a format diverges at most twice as much as 16 bits do, noise included."""
-    return (r.error or 0.0) + (r.noise or 0.0) <= 2 * floor
+    return choices.is_safe(r.error or 0.0, r.noise or 0.0, floor)
 
 
 def verdicts(measured: Sequence[Record]) -> dict[str, bool]:
@@ -274,7 +274,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     """KL divergence against bits of caches and of weights on prose in bf16, beside the toy: the limit of what is safe, and what
     published changes of perplexity amount to. Names are of formats that every text judges: more would cover each other.
     """
-    limit = 2 * floors(measured).get("prose, bf16", 0.0)
+    limit = choices.limit(floors(measured).get("prose, bf16", 0.0))
     figures = []
     for what, op, toy_op, exact in (("caches", CACHE, QUALITY, {"bf16"}), ("weights", OF_WEIGHTS, TOY_WEIGHTS, set[str]())):
         rows = [r for r in measured if r.op == op and r.case == "prose, bf16" and r.error and r.formats not in exact]
