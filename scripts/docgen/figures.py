@@ -43,6 +43,12 @@ def _largest_m(least_size: int = 0) -> str:
     return str(max(r.shape["M"] for r in ours if r.shape["M"] < slower))
 
 
+def _at_prompts(*formats: str) -> str:
+    """Speed-up over cuBLAS of layers with M of 1,024 and more."""
+    ours = (r for r in linear() if r.formats in formats and r.shape["M"] >= 1024 and r.peer_seconds)
+    return _span(map(speedup, ours), 2, "x")
+
+
 def _size(r: Record) -> int:
     return r.shape["N"] * r.shape["K"]
 
@@ -129,6 +135,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "largest_m": _largest_m,
     "largest_m_8192": lambda: _largest_m(8192**2),
     "parameters": _parameters,
+    "prompt_int4": lambda: _at_prompts("int4_sym_g128", "int4_g128"),
+    "prompt_int8_x": lambda: _at_prompts("int4_g128_a8"),
     "roofline_int4": lambda: _roofline("int4"),
     "roofline_int8": lambda: _roofline("int8"),
     "rows_64": lambda: _many_rows(64),
