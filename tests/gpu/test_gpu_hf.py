@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,6 +56,36 @@ def check_alike(a: tuple[list[int], torch.Tensor], b: tuple[list[int], torch.Ten
     same = next((i for i, (x, y) in enumerate(zip(a[0], b[0], strict=True)) if x != y), len(a[0]))
     for i in range(min(same + 1, len(a[0]))):
         assert (a[1][i] - b[1][i]).abs().max() < 0.1 * a[1][i].std(), f"token {i}: {a[0]} and {b[0]}"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two models", "one model"])
+def test_two_threads_with_streams_of_their_own(shared: bool) -> None:
+    """Recording, and replaying, beside the other thread's: the tokens of calls one after the other."""
+    models = [model("nf4"), model("nf4")]
+    models = [models[0], models[0]] if shared else models
+    expected, together = text(model("nf4")), threading.Barrier(2)
+
+    def run(found: Any) -> list[list[int]]:
+        with nullcontext() if DRY else torch.cuda.stream(torch.cuda.Stream()):
+            made = []
+            for _ in range(3):
+                together.wait(300)
+                made.append(text(found))
+            return made
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, models)) == [[expected] * 3] * 2
+
+
+def test_a_model_that_was_moved_and_cast_after_its_steps() -> None:
+    """To the host and back, where its weights may lie elsewhere, and to fp16."""
+    found, fresh = model("nf4"), model("nf4")
+    before = [text(found) for _ in range(3)]
+    found.to("cpu").to(PLACE.device)
+    assert text(found) == text(found) == before[0] == before[2]
+    found.to(torch.float16)
+    fresh.to(torch.float16)
+    assert text(found) == text(found) == text(fresh)
 
 
 @pytest.mark.parametrize("sample", [False, True])

@@ -213,6 +213,21 @@ def test_folders_of_encoder_decoders_and_of_several_modalities_load(family: str,
     same(again, model)
 
 
+#: Published decoders that see images, too, and so are not among `FAMILIES`: how their steps run.
+SEEING = {
+    "exaone4_5": "recorded and fused",
+    "kimi_k25": "recorded and fused, but for attention, experts",
+    "mistral4": "recorded and fused, but for attention, experts",
+    "step3p7": "recorded and fused, but for attention",
+}
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("family", SEEING)
+def test_decoders_that_see_images_write_the_tokens_of_transformers(family: str) -> None:
+    assert (cache_outcome(family), weights_outcome(family), steps_outcome(family)) == (None, None, SEEING[family])
+
+
 CROSS = {"bart": {}, "mbart": {}, "bert": {"add_cross_attention": True}}
 
 

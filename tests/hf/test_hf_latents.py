@@ -20,7 +20,7 @@ from halfbyte.memory import packed_layers
 from halfbyte.reference.hadamard import rotate
 from halfbyte_lab.evals.calibrate_keys import calibrate_keys
 
-FAMILIES = ("deepseek_v2", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "youtu")
+FAMILIES = ("deepseek_v2", "glm4_moe_lite", "kimi_k25", "kimi_linear", "longcat_flash", "minicpm3", "mistral4", "youtu")
 #: Of tiny models: dims of a latent and of a rotary key, and layers.
 RANK, ROTARY, LAYERS = 64, 32, 2
 

@@ -12,13 +12,13 @@ Prompt lookup (`generate(..., prompt_lookup_num_tokens=n)`) is a step, too:
     tokens -> drafts -> [newest token, drafts] -> model.forward -> logits -> tokens that the model itself would have chosen
 
 The tokens that followed an earlier occurrence of the newest tokens are drafts of what follows now (prompt lookup decoding, Saxena
-2023). One forward verifies all drafts, for each sequence separately. The tokens are those of single steps, up to rounding that
-depends on M of a GEMM. The cache drops rejected drafts by its lengths alone, which are set before the next forward. So no draft may
-finish a block of per-channel keys: such a block is quantized at once, and cannot be undone.
+2023). One forward verifies all drafts, sequence by sequence. The tokens are those of single steps, up to rounding by M of a GEMM.
+Rejected drafts are dropped by lengths alone. So none may finish a block of per-channel keys, which is quantized at once.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -45,6 +45,8 @@ MOST_PROMPT = 2048
 _BY_TOKEN = {"input_ids", "attention_mask", "position_ids"}
 #: Model -> its steps by what they depend on, those used last at the end. A step in use is not among them.
 _kept: WeakKeyDictionary[Any, dict[Hashable, Step]] = WeakKeyDictionary()
+#: One thread records at a time: the beginning of a recording waits for the whole GPU, which another one under way forbids.
+_RECORDING = threading.Lock()
 
 
 class Recorded:
@@ -71,14 +73,14 @@ class Recorded:
         graph = torch.cuda.CUDAGraph()
         if self.generator is not None:
             graph.register_generator_state(self.generator)
-        try:
-            with torch.cuda.device(device), torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                self.result = run()
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            warn_once(f"a forward of this model cannot be recorded in a CUDA graph and runs without: {error}")
-        else:
-            self.graph = graph
+        with _RECORDING:
+            try:
+                with torch.cuda.device(device), torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                    self.result = run()
+                self.graph = graph
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                warn_once(f"a forward of this model cannot be recorded in a CUDA graph and runs without: {error}")
 
 
 class Tokens:
@@ -349,8 +351,8 @@ def take_step(model: Any, addresses: Hashable, cache: PackedCache, prompts: torc
 def keep_step(model: Any, step: Step) -> None:
     """Keep a step for the next call."""
     steps = _kept.setdefault(model, {})
-    for key in [key for key in steps if key[-1] != step.key[-1]]:  # type: ignore[index]
-        del steps[key]  # recorded over other weights
+    for key in [key for key in list(steps) if key[-1] != step.key[-1]]:  # type: ignore[index]
+        steps.pop(key, None)  # recorded over other weights; another thread may have taken it
     steps.pop(step.key, None)
     steps[step.key] = step
     _drop_oldest(steps, MOST_STEPS)
@@ -394,5 +396,5 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _drop_oldest(held: dict[Hashable, Any], most: int, budget: int | None = None) -> None:
     """Drop the first entries until there are `most`, of steps also until their caches take `budget` bytes at most."""
-    while held and (len(held) > most or (budget is not None and sum(step.cache.nbytes for step in held.values()) > budget)):
-        del held[next(iter(held))]
+    while held and (len(held) > most or (budget is not None and sum(step.cache.nbytes for step in list(held.values())) > budget)):
+        held.pop(next(iter(list(held)), None), None)

@@ -37,7 +37,7 @@ HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def run(call: LinearCall, signature: Signature | None = None, compiled: bool = False) -> list[torch.Tensor]:
-    """[..., N] in x's dtype for each weight by the level `call.impl`: packed, or for large M before Hopper by slabs of the weights.
+    """[..., N] in x's dtype for each weight by the level `call.impl`: packed, or for large M by slabs, if no tuned kernel takes it.
 
     signature: what to store the launch by. compiled: called from compiled code, which must not see memory that is kept.
     """

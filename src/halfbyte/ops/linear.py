@@ -1,4 +1,4 @@
-"""`linear`, `qkv_projection`, `projections`: GEMMs with quantized weights; before Hopper large M dequantizes them, in slabs."""
+"""`linear`, `qkv_projection`, `projections`: GEMMs with quantized weights; large M that no tuned kernel takes goes by slabs."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def qkv_projection(
     """q, k and v from one pass over x [..., K]: three weights [Nq, K], [Nk, K], [Nv, K], each with its own scales and format.
 
     Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch; on Hopper another one permutes x
-    for M of 17 to 191; before Hopper large M dequantizes slab by slab. Each weight keeps its own scales: sharing the largest of
-    three tensor scales would corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
+    for M of 17 to 191; what no tuned kernel takes (large M before Hopper) dequantizes slab by slab. Each weight keeps its own
+    scales: sharing the largest of three tensor scales would corrupt two of them. Raises `InvalidArgument` naming the argument.
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")
