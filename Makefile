@@ -19,7 +19,7 @@ $(VENV)/.ready-%: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/bi
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' -e ./lab
 	touch $@
 
-demo: $(VENV)/.ready-hf   ## the main job on the shipped model: table, texts, HTML report
+demo: $(VENV)/.ready-hf,cpu   ## the main job on the shipped model: table, texts, HTML report
 	$(BIN)/halfbyte demo
 
 # The interpreter replaces Triton's compiler in a whole process, so its tests have one of their own. The tuned kernels, which it cannot
@@ -116,15 +116,15 @@ gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
 gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl
 	PYTHONPATH=src:lab/src $(PYTHON) -m halfbyte_lab all --output results/gpu.jsonl
 
-study: $(VENV)/.ready-hf  ## one study with NAME=...; without a name they are listed
+study: $(VENV)/.ready-hf,cpu  ## one study with NAME=...; without a name they are listed
 	$(BIN)/python -m halfbyte_lab study $(NAME)
 
 # The model is a GGUF file in a package, which transformers expands with two packages more. What the file holds is not measured again.
-evidence: $(VENV)/.ready-gguf  ## what formats cost a real model: fetches it and its texts by name from the Python index, for hours on a CPU
+evidence: $(VENV)/.ready-all  ## what formats cost a real model: fetches it and its texts by name from the Python index, for hours on a CPU
 	$(BIN)/python -m halfbyte_lab study evidence --output results/cpu.jsonl
 
 GPT2 ?= gpt2
-gpt2: $(VENV)/.ready-hf  ## extract a GPT-2 layer (GPT2=FOLDER or Hub id), evaluate four projection variants on it, plots in build/gpt2
+gpt2: $(VENV)/.ready-hf,cpu  ## extract a GPT-2 layer (GPT2=FOLDER or Hub id), evaluate four projection variants on it, plots in build/gpt2
 	$(BIN)/python -m halfbyte_lab evaluate $(GPT2) build/gpt2
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
@@ -144,7 +144,7 @@ docs: $(VENV)/.ready-docs  ## generate tables, charts and references, count word
 docs-serve: $(VENV)/.ready-docs  ## serve the site on this machine, built again on every change
 	$(BIN)/mkdocs serve
 
-bench: $(VENV)/.ready-hf  ## time what exists on this machine
+bench: $(VENV)/.ready-hf,cpu  ## time what exists on this machine
 	$(BIN)/halfbyte bench decode
 	$(BIN)/halfbyte bench linear
 

@@ -494,7 +494,7 @@ def clipped(x: torch.Tensor, fmt: Format, ratio: float) -> QuantTensor:
 def test_a_searched_weight_has_the_same_bits_in_any_number_of_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = data("normal", (24, 256))
     whole = quantize(x, name, clip="search").parts()
-    monkeypatch.setattr("halfbyte.reference.quantize.SEARCHED_ON_CPU", 5 * 256)
+    monkeypatch.setattr("halfbyte.reference.quantize.AT_ONCE_ON_CPU", 5 * 256)
     pieces = quantize(x, name, clip="search").parts()
     assert all(torch.equal(whole[part], pieces[part]) for part in whole)
 

@@ -48,6 +48,7 @@ TESTS = {
     "kv_buffer.py": ("test_cache.py", "test_window.py", "test_launch_cache.py", "test_bad_input.py", "test_trust_copies.py"),
     "nn.py": ("hf/test_hf_nn.py", "test_trust_copies.py"),
     "cache.py": ("test_cache.py", "test_window.py", "test_bad_input.py"),
+    "threads.py": ("test_threads.py",),
     "paging.py": ("test_window_cache.py", "test_paging.py", "test_cache.py"),
     **{
         f"checkpoints/{name}.py": ("test_checkpoints.py",)

@@ -35,7 +35,7 @@ LAYERS = (
     {"packing"},
     {"cache_plan", "cache_options"},
     {"formats"},
-    {"arguments", "modules", "transforms"},
+    {"arguments", "modules", "transforms", "threads"},
     {"errors", "paths"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

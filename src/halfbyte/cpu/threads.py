@@ -1,8 +1,4 @@
-"""Compiled loops on several threads: few, large pieces of work for threads that sleep in between.
-
-torch's own threads spin while they wait for each other, which is fast on idle cores and very slow next to another busy program.
-These sleep. A piece of work is large enough to outweigh the cost of waking one.
-"""
+"""Compiled loops on several threads: few, large pieces of work, each of which outweighs the cost of waking a thread."""
 
 from __future__ import annotations
 
@@ -10,15 +6,14 @@ import functools
 import importlib
 import importlib.util
 import itertools
-import os
 import platform
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from halfbyte.errors import warn_once
+from halfbyte.threads import pool
 
 #: Steps of a loop (one multiplication each) that are worth another thread: some 50 microseconds, what waking one takes.
 STEPS = 1 << 19
@@ -53,17 +48,7 @@ def over_rows(loop: Callable[..., None], rows: int, steps: int, *args: object) -
         return
     edges = [rows * i // count for i in range(count + 1)]
     own, *others = itertools.pairwise(edges)
-    futures = [_pool().submit(loop, *args, *part) for part in others]
+    futures = [pool().submit(loop, *args, *part) for part in others]
     loop(*args, *own)
     for future in futures:
         future.result()
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """Threads besides the caller's."""
-    return ThreadPoolExecutor(os.cpu_count(), "halfbyte")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of the threads

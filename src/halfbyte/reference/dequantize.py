@@ -102,6 +102,21 @@ def _unnested(stored: torch.Tensor, first: int, nested: torch.Tensor, fmt: Forma
     return dynamic_map(stored.device)[stored.int()].to(dtype) * absmax + mean
 
 
+def nest(scales: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of scales, uint8, and what decodes them: double quantization (QLoRA).
+
+    The mean is subtracted, the rest stored in 8 bits in blocks of `size`. Codes of elements are computed with the exact scales;
+    rounding of the stored ones is the format's own error.
+    """
+    mean = scales.double().mean().float()
+    rest = torch.nn.functional.pad((scales - mean).flatten(), (0, -scales.numel() % size))
+    blocks = rest.reshape(-1, size)
+    absmax = blocks.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    table = dynamic_map(scales.device)
+    index = torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2)
+    return index.flatten()[: scales.numel()].reshape(scales.shape).to(torch.uint8), torch.cat([absmax, mean.reshape(1)])
+
+
 def plain_scales(
     stored: torch.Tensor, fmt: Format, tensor_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

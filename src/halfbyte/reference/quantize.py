@@ -17,6 +17,7 @@ quantization follow their specifications.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -24,9 +25,10 @@ from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import E4M3, EVERY_WEIGHT_FORMAT, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Format, weight_format
 from halfbyte.reference.codes import encode_unit, nearest_values, sorted_table, to_grid
-from halfbyte.reference.dequantize import dynamic_map, over_elements, plain_scales, values_of
+from halfbyte.reference.dequantize import nest, over_elements, plain_scales, values_of
 from halfbyte.reference.error_feedback import check_hessian, error_feedback
 from halfbyte.tensors import QuantTensor
+from halfbyte.threads import alone, each
 from halfbyte.transforms import refuse_transforms
 
 F16_MAX = 65504.0
@@ -37,8 +39,8 @@ RATIOS = (*(i / 20 for i in range(10, 31) if i != 20), 2.0)
 #: Most elements that share a scale whose clip is searched. In wider blocks the least squared error cuts off outliers, which real
 #: models cannot spare: they diverge less with the whole range.
 WIDEST = 32
-#: Most elements of a weight that are searched at once; temporary memory is a few times that, and on a CPU stays in cache.
-SEARCHED, SEARCHED_ON_CPU = 1 << 22, 1 << 18
+#: Most elements of a weight that are worked on at once; temporary memory is a few times that, and on a CPU stays in cache.
+AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16
 
 
 def quantize(
@@ -72,10 +74,19 @@ def quantize(
         raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantizes keys or values [B, H, T, D]")
     check_clip(clip, fmt)
     if hessian is not None:
-        is_matrix = x.ndim == 2 and EVERY_WEIGHT_FORMAT.get(fmt.name) == fmt
+        is_matrix = x.ndim == 2 and _is_weight(fmt)
         check(is_matrix, f"hessian is for a weight [N, K] and its formats; x has {x.ndim} axes, and {fmt.name} was named")
         check_hessian(hessian, x.shape[1])
     tensor_scale = None if scale is None else fixed_scale(scale, fmt, x.device)
+    if hessian is None and x.is_cpu and _is_weight(fmt):
+        with alone():
+            return _quantized(x, fmt, tensor_scale, clip, None)
+    return _quantized(x, fmt, tensor_scale, clip, hessian)
+
+
+def _quantized(
+    x: torch.Tensor, fmt: Format, tensor_scale: torch.Tensor | None, clip: str | None, hessian: torch.Tensor | None
+) -> QuantTensor:
     check_finite(x, "x")
     wide, x = x, x.to(fmt.code.dtype) if fmt.scale is None else x.float()
     if wide.element_size() > x.element_size():
@@ -90,9 +101,10 @@ def quantize(
     plain = plain_scales(scales, fmt, top)
     if hessian is not None and x.numel():
         x = _fed_back(x, plain, offsets, fmt, hessian)
-    codes = encode(x, plain, offsets, fmt)
+    codes = _encode_in_pieces(x, plain, offsets, fmt)
     if fmt.scale.nested is not None:
-        return _nest(fmt, x, codes, scales)
+        nested_codes, nested = nest(scales, fmt.scale.nested)
+        return QuantTensor(fmt, tuple(x.shape), codes, nested_codes, nested=nested)
     return QuantTensor(fmt, tuple(x.shape), codes, scales, offsets, top)
 
 
@@ -132,8 +144,13 @@ def fixed_scale(scale: float | torch.Tensor, fmt: Format, device: torch.device |
 def check_clip(clip: str | None, fmt: Format) -> None:
     """Raise unless `clip` is None, or "search" with a weight format."""
     check(clip in (None, "search"), f"clip={clip!r}; expected None, or 'search' for the range with the least squared error")
-    weight = EVERY_WEIGHT_FORMAT.get(fmt.name) == fmt
-    check(clip is None or weight, f"clip={clip!r} searches the range of weights; {fmt.name} is a format of keys and values")
+    check(
+        clip is None or _is_weight(fmt), f"clip={clip!r} searches the range of weights; {fmt.name} is a format of keys and values"
+    )
+
+
+def _is_weight(fmt: Format) -> bool:
+    return EVERY_WEIGHT_FORMAT.get(fmt.name) == fmt
 
 
 def has_searched_clip(fmt: Format) -> bool:
@@ -243,6 +260,13 @@ def encode(x: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, 
     return encode_unit(x / scale, fmt.code)
 
 
+def _encode_in_pieces(x: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format) -> torch.Tensor:
+    """`encode`; weights on a CPU in blocks of rows."""
+    if not (x.is_cpu and x.numel() and _is_weight(fmt)):
+        return encode(x, scales, offsets, fmt)
+    return _in_pieces(lambda rows, *own: encode(rows, own[0], own[1], fmt), x, scales, offsets).view(*x.shape[:-1], -1)
+
+
 def _is_constant(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Which blocks hold one value only, in the shape of the scales."""
     blocks, axes = in_blocks(x, fmt)
@@ -251,7 +275,7 @@ def _is_constant(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return blocks.amax(axes) == blocks.amin(axes)
 
 
-# ---------------------------------------------------------------------------------- MXFP4, NVFP4 and double quantization
+# ------------------------------------------------------------------------------------------------------- MXFP4 and NVFP4
 
 
 def _measure_stored(
@@ -295,22 +319,6 @@ def _nvfp4_scales(amax: torch.Tensor, fmt: Format, g: torch.Tensor) -> torch.Ten
     return scales.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
-    """Double quantization (QLoRA): the mean is subtracted from the scales, the rest stored in 8 bits in blocks of `nested`.
-
-    Codes are computed with the exact scales; rounding of the stored ones is the format's own error.
-    """
-    assert fmt.scale is not None and fmt.scale.nested is not None
-    mean = scales.double().mean().float()
-    rest = torch.nn.functional.pad((scales - mean).flatten(), (0, -scales.numel() % fmt.scale.nested))
-    blocks = rest.reshape(-1, fmt.scale.nested)
-    absmax = blocks.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    table = dynamic_map(x.device)
-    index = torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2)
-    scale_codes = index.flatten()[: scales.numel()].reshape(scales.shape).to(torch.uint8)
-    return QuantTensor(fmt, tuple(x.shape), codes, scale_codes, nested=torch.cat([absmax, mean.reshape(1)]))
-
-
 # -------------------------------------------------------------------------------------- error feedback and the clip search
 
 
@@ -338,12 +346,16 @@ def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None, by_colu
 
     by_column: [K], what the squares of a column are multiplied by.
     """
-    rows = max(1, (SEARCHED_ON_CPU if x.is_cpu else SEARCHED) // max(1, x.shape[-1]))
-    tops = [top] if top is None or top.numel() == 1 else top.flatten().split(rows)
-    pieces = x.flatten(0, -2).split(rows)
-    return torch.cat([_search(piece, fmt, tops[i % len(tops)], by_column) for i, piece in enumerate(pieces)]).view(
-        fmt.scale_shape(tuple(x.shape))
-    )
+    return _in_pieces(lambda rows, own: _search(rows, fmt, own, by_column), x, top).view(fmt.scale_shape(tuple(x.shape)))
+
+
+def _in_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, *parts: torch.Tensor | None) -> torch.Tensor:
+    """What `function` gives for blocks of rows of a weight and their share of `parts`: an entry a row, one for all, or none."""
+    rows, last = max(1, (AT_ONCE_ON_CPU if x.is_cpu else AT_ONCE) // max(1, x.shape[-1])), x.ndim - 2
+    blocks = x.flatten(0, last).split(rows)
+    own = ([part] * len(blocks) if part is None or part.numel() == 1 else part.flatten(0, last).split(rows) for part in parts)
+    pieces = [*zip(blocks, *own, strict=True)]
+    return torch.cat(each(lambda piece: function(*piece), pieces) if x.is_cpu else [function(*piece) for piece in pieces])
 
 
 def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None, by_column: torch.Tensor | None) -> torch.Tensor:
@@ -353,31 +365,32 @@ def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None, by_column: t
     blocks, _ = in_blocks(x, fmt)
     factors = None if by_column is None else in_blocks(by_column.unsqueeze(0), fmt)[0]
     scratch = torch.empty(3, *blocks.shape, device=x.device)
-    best = torch.ones(fmt.scale_shape(tuple(x.shape)), device=x.device)
-    least = _squared_error(blocks, *_stored_scales(extent, fmt, None, top), fmt, top, scratch, factors)
-    for ratio in RATIOS:
-        error = _squared_error(blocks, *_stored_scales(extent, fmt, ratio, top), fmt, top, scratch, factors)
-        best = best.masked_fill(error < least, ratio)  # false for NaN, the error of a scale beyond fp16
-        least = least.fmin(error)
+    best, least = torch.ones_like(extent[1]), torch.full_like(extent[1], torch.nan)
+    ratios = torch.tensor([1.0, *RATIOS], device=x.device)
+    scales, offsets = _stored_scales(extent, fmt, ratios.view(-1, *[1] * best.ndim), top)
+    scales = plain_scales(scales, fmt, top)
+    for i, ratio in enumerate(ratios):
+        error = _squared_error(blocks, scales[i], None if offsets is None else offsets[i], fmt, scratch, factors)
+        torch.where(error < least, ratio, best, out=best)  # false for NaN, the error of a scale beyond fp16
+        torch.fmin(least, error, out=least)
     return best
 
 
 def _squared_error(
     blocks: torch.Tensor,
-    stored: torch.Tensor,
+    scales: torch.Tensor,
     offsets: torch.Tensor | None,
     fmt: Format,
-    top: torch.Tensor | None,
     scratch: torch.Tensor,
     factors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The squared error of each block, in the shape of the scales, before the scales are nested; scratch [3, *blocks.shape].
+    """The squared error of each block, in the shape of its plain scales, before they are nested; scratch [3, *blocks.shape].
 
     factors: what squares are multiplied by, as one row of the weight in blocks.
     """
     column = (*blocks.shape[:-1], 1)
-    scale = plain_scales(stored, fmt, top).view(column)
+    scale = scales.view(column)
     unit = torch.div(blocks, scale, out=scratch[0])
     unit = to_grid(unit, None if offsets is None else offsets.float().view(column), fmt.code, scratch)
     errors = unit.mul_(scale).sub_(blocks).square_()
-    return (errors if factors is None else errors.mul_(factors)).sum(-1).view(stored.shape)
+    return (errors if factors is None else errors.mul_(factors)).sum(-1).view(scales.shape)
