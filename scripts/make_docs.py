@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import make_tables as tables
-from docgen import crossovers, diagrams, first_hour, formats, performance, pictures, reference, summary, trust, users
+from docgen import cpu, crossovers, diagrams, first_hour, formats, performance, pictures, reference, summary, trust, users
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
@@ -81,7 +81,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/performance/experts.md": {"experts": performance.experts},
     "docs/start/install.md": {"first hour": first_hour.table},
-    "docs/performance/cpu.md": {"speed": tables.speed},
+    "docs/performance/cpu.md": {"speed": cpu.speed},
     "docs/performance/comparisons.md": {"losses": performance.losses, "libraries": performance.libraries},
     **{f"docs/performance/{name}.md": {name: partial(tables.study, name)} for name in QUESTIONS},
 }

@@ -13,7 +13,6 @@ from typing import Any
 
 from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
 from halfbyte.cli.formats import HEADERS, format_rows
-from halfbyte.settings import HALVES
 from halfbyte_lab import studies
 from halfbyte_lab.cases import linear_baselines, linear_targets, literature, qkv_cases, targets
 from halfbyte_lab.measure import charts, compare, records, tables
@@ -84,45 +83,6 @@ def checkpoints() -> str:
     return markdown(
         ("`quant_method`", "what loads", "becomes"), [row for adapter in (ADAPTERS | EXPANDED).values() for row in adapter.docs]
     )
-
-
-def speed() -> str:
-    """The CPU benchmark's records by run and op: times, and their ratio to torch's fastest 16-bit operator in the same run."""
-    runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for record in json_lines("cpu.jsonl"):
-        if record["seconds"] is not None:
-            own, where = record["environment"], " ".join(f"{name}={size}" for name, size in record["shape"].items())
-            run = f"{own['device']}, {own['threads']} threads, {own['date'][:10]}: {record['op'].replace('_', ' ')}"
-            cases = runs.setdefault((run, own["command"]), {})
-            cell = cases.setdefault(where, {}).setdefault(_column(record), record)
-            if record["seconds"] < cell["seconds"]:
-                cases[where][_column(record)] = record
-    told = []
-    for (run, _), cases in runs.items():
-        columns = [_SIXTEEN, *sorted({column for case in cases.values() for column in case} - {_SIXTEEN})]
-        rows = [(where, *(_speed_cell(case, column) for column in columns)) for where, case in cases.items()]
-        told += [f"**{run}**, ms (x the time of 16 bits)", markdown(("shape", *columns), rows)]
-    return "\n\n".join(told)
-
-
-_SIXTEEN = "16 bits, torch"
-
-
-def _column(record: dict[str, Any]) -> str:
-    """The format, and the library where it is another's."""
-    formats, library = record["formats"], record["implementation"]
-    if formats in HALVES and library.startswith("torch"):
-        return _SIXTEEN
-    if library == "halfbyte cpu":
-        return str(formats)
-    return library if formats in library else f"{formats}, {library}"
-
-
-def _speed_cell(case: dict[str, Any], column: str) -> str:
-    if column not in case:
-        return ""
-    milliseconds = f"{1e3 * case[column]['seconds']:.2f}"
-    return milliseconds if column == _SIXTEEN else f"{milliseconds} ({case[column]['seconds'] / case[_SIXTEEN]['seconds']:.2f}x)"
 
 
 def json_lines(name: str) -> list[dict[str, Any]]:
