@@ -115,6 +115,18 @@ def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(fused.values()) == pytest.approx(1e6 * (measured[3].seconds or 0), rel=0.5)
 
 
+@pytest.mark.parametrize(
+    ("target", "met", "missed"),
+    [("600 tokens/s", 1 / 601, 1 / 599), ("2.7 ms", 2.69e-3, 2.71e-3), ("3x 16 bits", 0.99e-3, 1.01e-3)],
+)
+def test_a_target_is_met_or_missed(target: str, met: float, missed: float) -> None:
+    blank = Record("generate", {"B": 1}, "f", step.FASTEST, 10**9, Session(Options(), CPU).environment)
+    assert step._is_met(target, replace(blank, seconds=met), 3e-3)
+    assert not step._is_met(target, replace(blank, seconds=missed), 3e-3)
+    share = [step._is_met("55 % of the roofline", replace(blank, roof_share=share), None) for share in (0.55, 0.54)]
+    assert share == [True, False]
+
+
 def test_launches_by_kind() -> None:
     kernels = {"129 x linear": 1e-3, "32 x decode": 3e-4, "32 x append_tokens": 1e-4, "64 x add_norm": 2e-4}
     kernels |= {"32 x gated": 5e-5, "7 x copy": 1e-5}
@@ -123,7 +135,7 @@ def test_launches_by_kind() -> None:
     found = {kind: round(us) for kind, us in step.kinds(traced).items()}
     assert found == {"linear": 1000, "attention": 300, "append": 100, "norm": 200, "activation": 50, "other": 10, "gaps": 340}
     (row,) = step.table([traced])[1]
-    assert row == ("8b-1", "halfbyte, fused blocks", "f", "2.00", "500", "", "1.00", "50%", "101.5", "600 tokens/s")
+    assert row == ("8b-1", "halfbyte, fused blocks", "f", "2.00", "500", "", "1.00", "50%", "101.5", "600 tokens/s: missed")
     alone = replace(record, implementation=record.implementation + ALONE, seconds=1.8e-3, case="8b-1")
     assert step.says([traced, alone]) == []
     (said,) = step.says([traced, replace(alone, seconds=2.1e-3)])
