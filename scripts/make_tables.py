@@ -129,7 +129,7 @@ def _records(path: Path, changed: int) -> tuple[Record, ...]:
 
 # ------------------------------------------------------------------------------------------------------------- linear layers
 
-LINEAR_CHART = "docs/performance/linear.svg"
+LINEAR_CHARTS = ("docs/performance/linear.svg", "docs/performance/linear-prompts.svg")
 OURS = "halfbyte auto"
 COLUMNS = (*linear_targets.FORMATS, linear_targets.INT8_X)
 #: Codes of weights that Humming reads.
@@ -162,7 +162,8 @@ def linear() -> str:
         "fastest INT4 in the literature",
     )
     text = f"{where_text(measured)} Microseconds, overlapping launches, and share of the roofline; literature: {literature.SOURCE}."
-    picture = f"![Share of the read roofline by batch size M, with baselines]({Path(LINEAR_CHART).name})"
+    texts = ("Share of the read roofline by batch size M, with baselines", "Speed-up over cuBLAS of prompts")
+    picture = "\n\n".join(f"![{text}]({Path(chart).name})" for text, chart in zip(texts, LINEAR_CHARTS, strict=True))
     return f"{text}\n\n{markdown(headers, rows)}\n\n{picture}"
 
 
@@ -343,8 +344,8 @@ def write_charts() -> None:
         with charts.measured_on(gpu_records()[0].environment.device):
             svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes", title=BARS)
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
-    for svg in _of_linear(linear_records()):
-        (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
+    for chart, svg in zip(LINEAR_CHARTS, _of_linear(linear_records()), strict=False):
+        (ROOT / chart).write_text(charts.as_image(svg), encoding="utf-8")
     drawn, folder = study_charts(), ROOT / STUDIES
     for name, svg in drawn.items():
         folder.mkdir(exist_ok=True)

@@ -132,6 +132,27 @@ def test_a_layer_is_measured_beside_its_peers() -> None:
     assert all(len(row) == len(linear_targets.HEADERS) for row in rows)
 
 
+def test_charts_of_few_rows_and_of_prompts() -> None:
+    measured = [
+        rec(
+            f"64 x 256, {m} rows",
+            {"M": m, "N": 64, "K": 256},
+            f,
+            "halfbyte auto",
+            1e-5,
+            peer_seconds=1e-5 * m / 64,
+            roof_share=0.5,
+            roof_gb_per_s=1.0,
+        )
+        for m in (16, 64, 512)
+        for f in (INT4, linear_targets.INT8_X)
+    ]
+    assert [m for m, _ in linear_targets.shares(measured)["64 x 256"]["halfbyte int4"]] == [16, 64]
+    assert linear_targets.prompts(measured) == {"64 x 256": {f: [(64, 1.0), (512, 8.0)] for f in (INT4, linear_targets.INT8_X)}}
+    assert linear_targets.prompts(measured[:4]) == {}
+    assert len(linear_targets.figures(measured)) == 2
+
+
 def test_a_prompt_is_held_against_16_bits_and_over_what_is_multiplied() -> None:
     """Peers for few rows take no part; a format that rounds x to INT8 is judged over integers, which differ from x by 1 %."""
     measured = list(linear_cases.LayerJob(LinearCase(64, 256, "prompt", (512,)), ("auto",)).measure(quick(pattern="int4_g128")))

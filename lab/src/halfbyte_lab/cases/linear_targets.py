@@ -149,6 +149,8 @@ def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, 
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for ours in (r for r in latest(measured) if r.formats == INT4 and _is_ours(r) and r.seconds and r.roof_gb_per_s):
         rows, size = ours.shape["M"], (ours.shape["N"], ours.shape["K"])
+        if rows > ROWS[-1]:
+            continue
         read = ours.nbytes / (1e9 * (ours.roof_gb_per_s or 1.0))
         beside = [r for r in latest(measured) if r.case == ours.case and r.seconds]
         same = [r for r in beside if r.formats in ("bf16", literature.code_of(INT4)) and not _is_ours(r)]
@@ -164,13 +166,27 @@ def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, 
     return panels
 
 
+def prompts(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """For a chart: by layer and format the points (rows, speed-up over 16 bits) from 64 rows on, of layers with more than these."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for r in (r for r in latest(measured) if _is_ours(r) and r.seconds and r.peer_seconds and r.shape["M"] >= ROWS[-1]):
+        lines = panels.setdefault(f"{r.shape['N']} x {r.shape['K']}", {})
+        if r.formats in (INT4, "nf4", "nvfp4", INT8_X):
+            lines.setdefault(r.formats, []).append((r.shape["M"], (r.peer_seconds or 0.0) / (r.seconds or 1.0)))
+    return {layer: lines for layer, lines in panels.items() if any(len(points) > 1 for points in lines.values())}
+
+
 def figures(measured: Sequence[Record]) -> list[str]:
-    """What `shares` gives, as one chart; none where nothing was measured."""
-    panels = shares(measured)
-    if not panels:
-        return []
-    title = "Linear layers: share of the read roofline by batch size"
-    return [charts.panels(panels, x_label="batch size M", y_label="% of the INT4 roofline", title=title, dashed=[QUOTED])]
+    """What `shares` and `prompts` give, a chart each; none of what was not measured."""
+    x_label = "batch size M"
+    drawn = []
+    if panels := shares(measured):
+        title = "Linear layers: share of the read roofline by batch size"
+        drawn.append(charts.panels(panels, x_label=x_label, y_label="% of the INT4 roofline", title=title, dashed=[QUOTED]))
+    if panels := prompts(measured):
+        title = "Linear layers of prompts: speed-up over cuBLAS in bf16"
+        drawn.append(charts.panels(panels, x_label=x_label, y_label="times cuBLAS", title=title, line=1.0))
+    return drawn
 
 
 def _is_ours(r: Record) -> bool:

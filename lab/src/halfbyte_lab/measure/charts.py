@@ -180,7 +180,7 @@ def panels(
                 ax.axhline(line, color=QUIET, lw=1.2, ls="--")
             ticks = sorted({x for points in lines.values() for x, _ in points})
             ax.set_xscale("log", base=2)
-            ax.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
+            ax.set_xticks(ticks, [f"{x / 1024:g}K" if x >= 1024 and x % 1024 == 0 else f"{x:g}" for x in ticks], minor=False)
             if log_y:
                 ax.set_yscale("log")
             else:
