@@ -113,6 +113,16 @@ class HalfbyteMLAMetadata(MLACommonMetadata):  # type: ignore[misc]
         lengths = lengths if past is None else lengths + past.context_lens
         return lengths, prefill.block_table.clone(), prefill.query_start_loc.clone()
 
+    @functools.cached_property
+    def stored_past(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The same of what was stored before them, for each piece that fits vLLM's workspace."""
+        prefill = self.prefill
+        bounds = [chunk.cu_seq_lens.clone() for chunk in prefill.chunked_context.chunks]
+        return [
+            (chunk.starts + ends.diff(), prefill.block_table[chunk.request_slice].clone(), ends)
+            for chunk, ends in zip(prefill.chunked_context.chunks, bounds, strict=True)
+        ]
+
 
 class HalfbyteMLABuilder(MLACommonMetadataBuilder[HalfbyteMLAMetadata]):  # type: ignore[misc]
     """vLLM's: decodes, all with as many drafts, and prompts."""
@@ -249,11 +259,8 @@ class HalfbyteMLAImpl(MLACommonImpl[HalfbyteMLAMetadata]):  # type: ignore[misc]
         """(out [T, Hq, Dv], lse [Hq, T]) of queries over the past of their chunks, unpacked into vLLM's workspace."""
         prefill = attn_metadata.prefill
         past, sums = prefill.chunked_context, None
-        for chunk in past.chunks:
+        for chunk, (lengths, table, bounds) in zip(past.chunks, attn_metadata.stored_past, strict=True):
             latents, keys = past.workspace[: chunk.num_context_tokens].unsqueeze(1).split(self.dims[::-1], -1)
-            bounds = chunk.cu_seq_lens.clone()
-            table = prefill.block_table[chunk.request_slice].clone()  # kernels take aligned tables only
-            lengths = chunk.starts + bounds.diff()
             cache = PagedView(*self.buffers(kv_c_and_k_pe_cache), lengths, table, self.formats.rotate_keys)
             unpack_pages(cache, bounds, keys, latents)
             heads = self.kv_b_proj(latents.squeeze(1))[0].unflatten(-1, (self.num_heads, -1))
