@@ -254,14 +254,28 @@ def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, tit
 
 
 def roofline(
-    points: Lines, measured: Sequence[tuple[float, float]], *, x_label: str, y_label: str, title: str, log_y: bool = False
+    points: Lines,
+    measured: Sequence[tuple[float, float]],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    log_y: bool = False,
+    limit: str = "",
 ) -> str:
-    """Points below the `measured` roofline, points of the same kind; x is logarithmic. Returns an <svg> element."""
+    """Points below the `measured` roofline, points of the same kind, and its `limit` in words; x is logarithmic. Returns an svg."""
     check(len(measured) > 0, "measured is empty; a roofline needs at least one point")
     looks = looks_of(list(points))
     with figure_with(title, 4.4, y_label) as (_, ax, done):
         xs, ys = zip(*measured, strict=True)
-        ax.plot(xs, ys, "-", color=INK, lw=1.6, label="read roofline of the same runs")
+        ax.plot(
+            xs,
+            ys,
+            "-",
+            color=INK,
+            lw=1.6,
+            label=f"read roofline of the same runs{limit}",
+        )
         for name, line in points.items():
             ax.plot([x for x, _ in line], [y for _, y in line], ms=5, alpha=0.85, label=name, **looks[name] | {"ls": ""})
         scales(ax, True, log_y)

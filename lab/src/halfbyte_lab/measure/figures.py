@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from halfbyte.device import datasheet_name
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.caches import EVENLY
 from halfbyte_lab.measure.charts import Lines
@@ -41,15 +42,24 @@ def rooflines(measured: Sequence[Record]) -> list[str]:
     return [rates, *_intensities([r for r in with_roof if flop(r)])]
 
 
+#: TFLOP/s of tensor cores over 16 bits without sparsity, by the data sheets of those with enough memory bandwidth for a study.
+TENSOR_CORES = {"a100-40gb": 312, "a100-80gb": 312, "h100": 989, "h200": 989}
+
+
 def _intensities(timed: Sequence[Record]) -> list[str]:
-    """Arithmetic intensity. The tensor cores' limit, which few rows do not reach, is not shown."""
+    """Arithmetic intensity, below the read roofline and the limit of the tensor cores, where it is known."""
     if not timed:
         return []
     points = _fastest_of(timed, lambda r: (flop(r) / r.nbytes, flop(r) / (r.seconds or 1.0) / 1e12))
     ends, fastest = [flop(r) / r.nbytes for r in timed], max(r.roof_gb_per_s or 0.0 for r in timed)
-    roof = [(x, x * fastest / 1e3) for x in (min(ends), max(ends))]
+    peaks = {TENSOR_CORES.get(datasheet_name(r.environment.device) or "") for r in timed}
+    peak = peaks.pop() if len(peaks) == 1 else None
+    ridge = 1e3 * peak / fastest if peak else max(ends)
+    roof = [(x, x * fastest / 1e3) for x in (min(ends), ridge)]
+    roof += [(2 * ridge, peak)] if peak else []
     x_label, title = "FLOP per byte of weights or cache", "Roofline: arithmetic intensity"
-    return [charts.roofline(points, roof, x_label=x_label, y_label="TFLOP/s", title=title, log_y=True)]
+    limit = ", tensor cores by data sheet" if peak else ""
+    return [charts.roofline(points, roof, x_label=x_label, y_label="TFLOP/s", title=title, log_y=True, limit=limit)]
 
 
 def _fastest_of(timed: Sequence[Record], place: Callable[[Record], tuple[float, float]]) -> Lines:

@@ -164,6 +164,7 @@ HEADERS = (
     "of roofline",
     "FLOP/byte",
     "x 16-bit",
+    "x FD INT4",
     *(f"{gpu} published, {what}" for gpu in TIMES for what in ("us", "us before", "GB/s", "GB/s before", "GB/s at our bytes")),
     f"x {BASELINE}",
 )
@@ -202,7 +203,8 @@ def _shape(r: Record) -> DecodeShape:
 def table(measured: Sequence[Record]) -> Table:
     """One row for each case, format and kernel."""
     records = best(measured)
-    return HEADERS, [_row(r, _fastest_16_bit(records, r.case)) for r in records]
+    portable = {r.case: r for r in records if _BESIDE.get((r.formats, _kernel(r))) == "FD INT4"}
+    return HEADERS, [_row(r, _fastest_16_bit(records, r.case), portable.get(r.case)) for r in records]
 
 
 def _fastest_16_bit(found: Sequence[Record], case: str) -> Record | None:
@@ -210,7 +212,7 @@ def _fastest_16_bit(found: Sequence[Record], case: str) -> Record | None:
     return fastest([r for r in found if r.case == case and r.formats == "bf16" and not r.implementation.startswith("halfbyte")])
 
 
-def _row(r: Record, sixteen: Record | None) -> tuple[str, ...]:
+def _row(r: Record, sixteen: Record | None, portable: Record | None) -> tuple[str, ...]:
     kernel, shape = _BESIDE.get((r.formats, _kernel(r)), ""), _shape(r)
     return (
         r.case,
@@ -223,6 +225,7 @@ def _row(r: Record, sixteen: Record | None) -> tuple[str, ...]:
         f"{100 * (r.roof_share or 0):.1f} %",
         f"{flop(r) / r.nbytes:.1f}",
         times_text(sixteen.seconds if sixteen else None, r.seconds),
+        times_text(portable.seconds if portable else None, r.seconds) if "INT4" in kernel else "",
         *(cell for gpu in TIMES for cell in _published_cells(gpu, kernel, r)),
         times_text(published("H100", BASELINE, shape), published("H100", kernel, shape)),
     )

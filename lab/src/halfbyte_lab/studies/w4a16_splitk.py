@@ -257,10 +257,23 @@ def _by_splits(measured: Sequence[Record]) -> dict[str, list[tuple[float, float]
 def says(measured: Sequence[Record]) -> list[str]:
     """The gains of ours and of the published kernel, and what more splits cost that."""
     sentences = [f"{r.note[0].upper()}{r.note[1:]}." for r in measured if r.case == SUMMARY]
-    sentences += _more_splits_said(measured)
+    sentences += _by_waves_said(measured) + _more_splits_said(measured)
     return sentences or [
         "No kernel whose work can be cut ran here: they need an NVIDIA GPU, and only halfbyte.linear as it is was timed."
     ]
+
+
+def _by_waves_said(measured: Sequence[Record]) -> list[str]:
+    """The mean gain of the published kernel by how much of the GPU its data-parallel tiles fill."""
+    found = gains([r for r in measured if is_square(r)], "published")
+    filled = {r.case: _waves(r) for r in measured if r.implementation == f"published, {DATA_PARALLEL}"}
+    by_waves: dict[str, list[float]] = {}
+    for case, gain in found.items():
+        by_waves.setdefault(filled[case], []).append(gain)
+    if not by_waves:
+        return []
+    told = ", ".join(f"{mean(by_waves[waves]):.2f}x at {waves}" for waves in sorted(by_waves))
+    return [f"The published kernel gains, by waves of data-parallel tiles: {told}."]
 
 
 def _more_splits_said(measured: Sequence[Record]) -> list[str]:
