@@ -179,14 +179,14 @@ def prompts(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float,
 def figures(measured: Sequence[Record]) -> list[str]:
     """What `shares` and `prompts` give, a chart each; none of what was not measured."""
     x_label = "batch size M"
-    drawn = []
+    charts_of = []
     if panels := shares(measured):
         title = "Linear layers: share of the read roofline by batch size"
-        drawn.append(charts.panels(panels, x_label=x_label, y_label="% of the INT4 roofline", title=title, dashed=[QUOTED]))
+        charts_of.append(charts.panels(panels, x_label=x_label, y_label="% of the INT4 roofline", title=title, dashed=[QUOTED]))
     if panels := prompts(measured):
         title = "Linear layers of prompts: speed-up over cuBLAS in bf16"
-        drawn.append(charts.panels(panels, x_label=x_label, y_label="times cuBLAS", title=title, line=1.0))
-    return drawn
+        charts_of.append(charts.panels(panels, x_label=x_label, y_label="times cuBLAS", title=title, line=1.0))
+    return charts_of
 
 
 def _is_ours(r: Record) -> bool:

@@ -316,13 +316,13 @@ def _is_met(target: str, r: Record, plain: float | None) -> bool:
     """Whether a record reaches what its case wants; `plain`: seconds in 16 bits."""
     bound, unit = re.fullmatch(r"([\d.]+) ?(.*)", target).groups()  # type: ignore[union-attr]
     seconds = r.seconds or float("inf")
-    reached = {
+    value = {
         _MS: -1e3 * seconds,
         _TOKENS: r.shape["B"] / seconds,
         _SHARE: round(100 * (r.roof_share or 0.0)),
         _TIMES: (plain or 0.0) / seconds,
     }[unit]
-    return reached >= (-float(bound) if unit == _MS else float(bound))
+    return value >= (-float(bound) if unit == _MS else float(bound))
 
 
 def kinds(r: Record) -> dict[str, float]:

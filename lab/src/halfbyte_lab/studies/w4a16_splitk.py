@@ -265,15 +265,15 @@ def says(measured: Sequence[Record]) -> list[str]:
 
 def _by_waves_said(measured: Sequence[Record]) -> list[str]:
     """The mean gain of the published kernel by how much of the GPU its data-parallel tiles fill."""
-    found = gains([r for r in measured if is_square(r)], "published")
-    filled = {r.case: _waves(r) for r in measured if r.implementation == f"published, {DATA_PARALLEL}"}
+    speedups = gains([r for r in measured if is_square(r)], "published")
+    waves_of = {r.case: _waves(r) for r in measured if r.implementation == f"published, {DATA_PARALLEL}"}
     by_waves: dict[str, list[float]] = {}
-    for case, gain in found.items():
-        by_waves.setdefault(filled[case], []).append(gain)
+    for case, gain in speedups.items():
+        by_waves.setdefault(waves_of[case], []).append(gain)
     if not by_waves:
         return []
-    told = ", ".join(f"{mean(by_waves[waves]):.2f}x at {waves}" for waves in sorted(by_waves))
-    return [f"The published kernel gains, by waves of data-parallel tiles: {told}."]
+    text = ", ".join(f"{mean(by_waves[waves]):.2f}x at {waves}" for waves in sorted(by_waves))
+    return [f"The published kernel gains, by waves of data-parallel tiles: {text}."]
 
 
 def _more_splits_said(measured: Sequence[Record]) -> list[str]:
