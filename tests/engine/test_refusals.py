@@ -140,7 +140,7 @@ def test_calibrated_keys_that_do_not_fit(tiny, tmp_path: Path) -> None:
 def test_a_saved_packed_cache_is_not_replaced_in_silence(weights: str | None, tmp_path: Path) -> None:
     folder = save(quantized(weights=weights, keys="int8", values="int4_g32"), tmp_path / "packed")
     with (
-        pytest.raises((ValueError, RuntimeError, HalfbyteError), match="attention-backend HALFBYTE_INT8__INT8"),
+        pytest.raises((ValueError, RuntimeError, HalfbyteError), match="attention-backend HALFBYTE_INT8__INT4_G32"),
         engine(folder),
     ):
         pass
