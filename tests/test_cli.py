@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["quantize", "demo", "--calibrate", "./no-such-text", "-o", "./it"], "cannot be read (no such file)"),
         (["quantize", "demo", "--device", "cpu", "-o", "./it"], "--device cpu is about --calibrate"),
         (["eval", "demo", "--clip", "search"], "name --weights as well"),
+        (["eval", "no-such-model", "--text", os.devnull], "holds no text"),  # said before a model is loaded
         (["advise", "demo", "--device", "cpu"], "--device cpu is where --measure runs the model"),
         (["memory", "demo", "--lm-head", "int3"], "'int3'"),
         (["quantize", "demo", "--lm-head", "int8", "-o", "./it"], "'int8'"),

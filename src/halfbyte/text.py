@@ -95,9 +95,11 @@ def read_text(path: Path | None) -> str:
     if path is None:
         return heldout_text()
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"text={str(path)!r} cannot be read as UTF-8 text: {error}") from error
+    check(bool(text.strip()), f"text={str(path)!r} holds no text; give a file with some thousand tokens")
+    return text
 
 
 def windows(ids: list[int], length: int, count: int | None = None, bos: int | None = None) -> torch.Tensor:
