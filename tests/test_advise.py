@@ -326,7 +326,10 @@ def test_the_table_is_short_without_evidence(
 
     def table(*options: str) -> list[str]:
         assert run("advise", llama, "--gpu", "h200", *options) == 0
-        return re.findall(r"(?:^| )(\w+/\w+) ", capsys.readouterr().out, re.MULTILINE)
+        cells = re.findall(r"(?:^| )(\w+/\w+) ", capsys.readouterr().out, re.MULTILINE)  # and a part of the folder's path
+        return [cell for cell in cells if tuple(cell.split("/")) in pairs]
+
+    pairs = set(caches().values())
 
     assert table() == ["bf16/bf16", f"{defaults.KEYS}/{defaults.VALUES}", "int8/int8", "int4/int4"]
     assert len(table("--every")) == 4 * len(caches())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
@@ -100,7 +99,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["quantize", "demo", "--calibrate", "./no-such-text", "-o", "./it"], "cannot be read (no such file)"),
         (["quantize", "demo", "--device", "cpu", "-o", "./it"], "--device cpu is about --calibrate"),
         (["eval", "demo", "--clip", "search"], "name --weights as well"),
-        (["eval", "no-such-model", "--text", os.devnull], "holds no text"),  # said before a model is loaded
         (["advise", "demo", "--device", "cpu"], "--device cpu is where --measure runs the model"),
         (["memory", "demo", "--lm-head", "int3"], "'int3'"),
         (["quantize", "demo", "--lm-head", "int8", "-o", "./it"], "'int8'"),
@@ -423,9 +421,9 @@ def test_files_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
         (["extract", "demo", "-o", "./no-such-folder/it"], "the folder it would lie in"),
         (["quantize", "demo", "--weights", "int3", "-o", "./it"], "weights='int3'"),
         (["quantize", "demo", "--weights", "nf4", "-o", "./it", "--calibrate", __file__, "--device", "tpu"], "device='tpu'"),
-        (["eval", "demo", "--text", "/dev/null"], "the text has 0 tokens"),
-        (["calibrate", "demo", "-o", "./it", "--text", "/dev/null"], "the text has 0 tokens"),
-        (["eval", "demo", "--suite", "--text", "/dev/null"], "the text has 0 tokens"),
+        (["eval", "demo", "--text", "/dev/null"], "holds no text"),
+        (["calibrate", "demo", "-o", "./it", "--text", "/dev/null"], "holds no text"),
+        (["eval", "demo", "--suite", "--text", "/dev/null"], "holds no text"),
         (["quantize", "demo", "--weights", "nf4", "-o", "/proc/it"], "output='/proc/it' cannot be written"),
     ],
 )
