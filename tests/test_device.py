@@ -31,6 +31,22 @@ SHARED = {(8, 0): (164, 163), (8, 6): (100, 99), (8, 7): (164, 163), (8, 9): (10
 SHARED |= {(10, 3): (228, 227), (12, 0): (100, 99)}
 
 
+CPUINFO = {
+    "model name\t: Intel(R) Xeon(R) Processor\nmodel name\t: another core": "Intel(R) Xeon(R) Processor",
+    "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\nCPU part\t: 0xd40": "aarch64, implementer 0x41, part 0xd0c",
+    "processor\t: 0": "aarch64",
+}
+
+
+@pytest.mark.parametrize("text", CPUINFO)
+def test_cpus_of_two_kinds_have_two_names(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on ARM, where /proc/cpuinfo has numbers: records of two machines are told apart by them."""
+    monkeypatch.setattr(device.Path, "read_text", lambda path: text)
+    monkeypatch.setattr(device.platform, "processor", str)
+    monkeypatch.setattr(device.platform, "machine", lambda: "aarch64")
+    assert device._cpu_name() == CPUINFO[text]
+
+
 @pytest.mark.parametrize("capability", SHARED)
 def test_shared_memory_is_as_documented(capability: tuple[int, int]) -> None:
     of_sm, of_block = SHARED[capability]

@@ -247,13 +247,16 @@ def _cores() -> int:
 
 
 def _cpu_name() -> str:
+    """Of an ARM CPU, whose name the system does not say, the numbers of its designer and its kind."""
+    facts: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith("model name"):
-                return line.split(":", 1)[1].strip()
+            fact, _, value = line.partition(":")
+            facts.setdefault(fact.strip().lower(), value.strip())
     except OSError:
         pass
-    return platform.processor() or platform.machine() or "CPU"
+    numbers = [f"{name} {facts[f'cpu {name}']}" for name in ("implementer", "part") if f"cpu {name}" in facts]
+    return facts.get("model name") or ", ".join([platform.processor() or platform.machine() or "CPU", *numbers])
 
 
 def _cpu_memory() -> int:
