@@ -173,8 +173,8 @@ def first_tokens() -> str:
     env = rows[0]["environment"]
     told = (
         f"`generate(max_new_tokens=1)` by the clock, medians of warm calls: transformers {env['versions']['transformers']} in bf16 "
-        f"and halfbyte with int4_g128 weights and an INT8 / INT4 cache; peak memory beside the model's own. {env['device']}, "
-        f"{env['date']}, random weights."
+        f"and halfbyte with int4_g128 weights and an INT8 / INT4 cache; GB: peak memory beyond what was allocated before the "
+        f"call, which with halfbyte includes recorded prompts. {env['device']}, {env['date'][:10]}, random weights."
     )
     heads = ("model", "batch x tokens", "16 bits, ms", "halfbyte, ms", "of 16 bits", "16 bits, GB", "halfbyte, GB")
     return f"{told}\n\n{tables.markdown(heads, lines)}"
