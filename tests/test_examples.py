@@ -47,7 +47,7 @@ def test_example(name: str, chat_folder: Path) -> None:
 def test_the_whole_model_leaves_records(tmp_path: Path) -> None:
     """Four of them; fp32 weights and cache take four times the bytes of 8-bit ones, less what stays in 32 bits."""
     file = tmp_path / "models.jsonl"
-    said = output(WHOLE_MODEL, "--new", "4", "--weights", "int8_col", "--values", "int8", "--output", str(file))
+    said = output(WHOLE_MODEL, "--new", "4", "--weights", "int8_col", "--keys", "int8", "--output", str(file))
     plain, packed, recorded, fused = records.read(file).records
     assert (packed.nbytes, packed.formats) == (recorded.nbytes, recorded.formats) == (fused.nbytes, fused.formats)
     assert (plain.op, plain.formats, packed.formats) == ("generate", "fp32", "int8_col, int8/int8")
