@@ -102,13 +102,12 @@ def _attempt(session: Session, problem: DecodeCase, inputs: Inputs | None, forma
 
 def _judged(record: Record, problem: DecodeCase, wanted: Sequence[Target], peer: Record | None, even: Record | None) -> Record:
     """The record with its bars. Times that are not those of a graph on a GPU are not judged."""
-    flop = 2 * problem.tokens * problem.shape.q_heads * (problem.shape.dim + problem.dims[1])
     seconds = None if NOT_CAPTURED in record.method else record.seconds
     figures: Figures = {
         "roof_share": record.roof_share if seconds else None,
         "seconds": seconds,
         "times_16_bit": peer.seconds / seconds if peer and peer.seconds and seconds else None,
-        "flops": flop / seconds if seconds else None,
+        "flops": problem.flop / seconds if seconds else None,
         "times_even": seconds / even.seconds if even and even.seconds and seconds else None,
     }
     beside = {"peer": peer.implementation, "peer_seconds": peer.seconds} if peer else {}

@@ -227,12 +227,19 @@ def _row(r: Record) -> tuple[str, ...]:
     )
 
 
+#: By unit: what a quantity is multiplied by, and what stands behind it.
+_UNITS = {"%": (100, " %"), "x": (1, "x"), "us": (1e6, " us"), "T": (1e-12, " TFLOPS")}
+
+
+def _in_unit(value: float, unit: str, digits: str) -> str:
+    factor, name = _UNITS[unit]
+    return f"{round(factor * value, 6):{digits}}{name}"
+
+
 def bound_text(v: Verdict) -> str:
     """The bar in words."""
     words, unit = QUANTITIES[v.quantity]
-    bound = {"%": f"{100 * v.bound:.0f} %", "x": f"{v.bound:g}x", "us": f"{1e6 * v.bound:g} us", "T": f"{v.bound / 1e12:g} TFLOPS"}[
-        unit
-    ]
+    bound = _in_unit(v.bound, unit, "g")
     return words.format(bound)
 
 
@@ -241,12 +248,7 @@ def verdict_text(v: Verdict) -> str:
     if v.value is None:
         return "not measured"
     unit = QUANTITIES[v.quantity][1]
-    value = {
-        "%": f"{100 * v.value:.1f} %",
-        "x": f"{v.value:.2f}x",
-        "us": f"{1e6 * v.value:.1f} us",
-        "T": f"{v.value / 1e12:.0f} TFLOPS",
-    }[unit]
+    value = _in_unit(v.value, unit, {"x": ".2f", "T": ".0f"}.get(unit, ".1f"))
     return f"met: {value}" if v.met else f"missed: {value} (by {100 * abs(v.value / v.bound - 1):.0f} %)"
 
 

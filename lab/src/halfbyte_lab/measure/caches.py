@@ -74,6 +74,11 @@ class DecodeCase:
         """Tokens of all sequences together."""
         return sum(sequences * tokens for sequences, tokens in self.spans)
 
+    @property
+    def flop(self) -> int:
+        """Multiplications and additions of both products, over the tokens that there are."""
+        return 2 * self.tokens * self.shape.q_heads * (self.shape.dim + self.dims[1])
+
     def evened(self) -> DecodeCase:
         """As many tokens in as many sequences, all of one length."""
         check(self.tokens % self.shape.batch == 0, f"{self.name}: {self.tokens} tokens do not spread evenly")

@@ -268,14 +268,7 @@ def roofline(
     looks = looks_of(list(points))
     with figure_with(title, 4.4, y_label) as (_, ax, done):
         xs, ys = zip(*measured, strict=True)
-        ax.plot(
-            xs,
-            ys,
-            "-",
-            color=INK,
-            lw=1.6,
-            label=f"read roofline of the same runs{limit}",
-        )
+        ax.plot(xs, ys, "-", color=INK, lw=1.6, label=f"read roofline of the same runs{limit}")
         for name, line in points.items():
             ax.plot([x for x, _ in line], [y for _, y in line], ms=5, alpha=0.85, label=name, **looks[name] | {"ls": ""})
         scales(ax, True, log_y)
