@@ -100,11 +100,3 @@ def test_the_fault_is_noticed(mutant: Mutant, outcomes: dict[str, tuple[int, str
     assert status != STALE, log
     assert status != 0, f"survived: {mutant.name}\n{log}"
     assert status == 1, f"the tests could not run (status {status}), which proves nothing: {mutant.name}\n{log}"
-
-
-def test_names_are_unique() -> None:
-    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
-
-
-def test_tests_of_a_mutant_run_in_one_process() -> None:
-    assert [m.name for m in MUTANTS if len({in_interpreter(test) for test in m.tests}) != 1] == []
