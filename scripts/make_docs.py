@@ -81,7 +81,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/performance/experts.md": {"experts": performance.experts},
     "docs/start/install.md": {"first hour": first_hour.table},
-    "docs/performance/cpu.md": {"speed": cpu.speed},
+    "docs/performance/cpu.md": {"speed": cpu.speed, "models": cpu.models},
     "docs/performance/comparisons.md": {"losses": performance.losses, "libraries": performance.libraries},
     **{f"docs/performance/{name}.md": {name: partial(tables.study, name)} for name in QUESTIONS},
 }

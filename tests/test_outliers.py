@@ -16,7 +16,7 @@ from halfbyte import hf
 from halfbyte.errors import Unsupported
 from halfbyte.text import heldout_text, windows
 from halfbyte_lab.evals import model as models
-from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads, with_outliers
+from halfbyte_lab.evals.outliers import BY_TOKEN, PROFILES, Outliers, recorded_heads, with_outliers
 from halfbyte_lab.evals.quality import Setting, evaluate
 
 
@@ -65,6 +65,19 @@ def test_the_magnitudes_are_those_of_the_sources(shipped: Any, ids: torch.Tensor
     assert max(by_name["Llama-3"]) < min(by_name["Qwen3"]) * 2
     ends, inner = by_name["Qwen2.5"][::5], by_name["Qwen2.5"][1:5]
     assert max(ends) > 100 > 20 > max(inner)
+
+
+def test_outliers_by_token_are_followed_by_no_scale_of_a_channel(shipped: Any, ids: torch.Tensor) -> None:
+    """The variant answers nearly as well, its keys are out of line at line ends alone, and per-channel keys lose by it."""
+    variant = with_outliers(shipped, BY_TOKEN)
+    settings = [Setting(), Setting("int8_channel", "bf16"), Setting("int8", "bf16")]
+    plain, grown = (evaluate(m, settings, ids) for m in (shipped, variant))
+    assert grown[0].perplexity < 1.25 * plain[0].perplexity
+    assert grown[2].kl_mean > grown[1].kl_mean > 1.5 * plain[1].kl_mean
+    slow = shipped.config.head_dim // 2 - 1
+    for heads in recorded_heads(variant, ids):
+        size = heads.k[..., slow].float().abs().amax(1)
+        assert size[ids == ord("\n")].mean() > 3 * size[ids != ord("\n")].mean()
 
 
 def test_rotation_saves_what_per_token_keys_lose(shipped: Any, ids: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from docgen.sources import cpu, tables
 from halfbyte.settings import HALVES
@@ -16,21 +16,61 @@ _TARGETS = (
 
 
 def speed() -> str:
-    """The CPU benchmark's records by run and op: times, and their ratio to torch's fastest 16-bit operator in the same run."""
-    runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for record in cpu():
+    """By CPU and op the newest time of each case and format, and its ratio to torch's fastest 16-bit operator in the same run."""
+    tables_of: dict[tuple[str, str], dict[str, dict[str, _Cell]]] = {}
+    for run in _runs():
+        sixteen = {where: cell.record["seconds"] for where, cells in run.items() if (cell := cells.get(_SIXTEEN))}
+        for where, cells in run.items():
+            for column, (record, _) in cells.items():
+                own = record["environment"]
+                table = tables_of.setdefault((f"{own['device']}, {own['threads']} threads", record["op"].replace("_", " ")), {})
+                table.setdefault(where, {})[column] = _Cell(record, record["seconds"] / sixteen[where])
+    return "\n\n".join((_TARGETS, *(_table(*key, cases) for key, cases in sorted(tables_of.items()))))
+
+
+def _table(machine: str, op: str, cases: dict[str, dict[str, _Cell]]) -> str:
+    columns = [_SIXTEEN, *sorted({column for cells in cases.values() for column in cells} - {_SIXTEEN})]
+    dates = sorted({cell.record["environment"]["date"][:10] for cells in cases.values() for cell in cells.values()})
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    rows = [(case, *(_speed_cell(cells.get(name)) for name in columns)) for case, cells in sorted(cases.items(), key=_size)]
+    title = f"**{machine}, {days}: {op}**, ms (x the time of 16 bits in the same run)"
+    return f"{title}\n\n{tables.markdown(('case', *columns), rows)}"
+
+
+def models() -> str:
+    """Steps of whole models by run, in 16 bits, packed, and by llama.cpp."""
+    runs: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {}
+    for record in (r for r in cpu() if r["op"] == "generate"):
+        own, shape, seconds = record["environment"], record["shape"], record["seconds"]
+        case = f"{own['device']}, {own['threads']} threads, {own['date'][:10]}: {shape['B']} x {shape['T']} tokens"
+        figures = f"{1e3 * seconds:.1f}", f"{shape['B'] / seconds:.1f}", record["note"].removeprefix("first token ")
+        row = record["implementation"], record["formats"], *figures
+        runs.setdefault(case, {})[row[:2]] = row
+    headers = ("", "formats", "ms a step", "tokens/s", "first token")
+    return "\n\n".join(part for case, rows in runs.items() for part in (f"**{case}**", tables.markdown(headers, [*rows.values()])))
+
+
+class _Cell(NamedTuple):
+    """A record, and its time over that of 16 bits."""
+
+    record: dict[str, Any]
+    ratio: float = 1.0
+
+
+def _runs() -> list[dict[str, dict[str, _Cell]]]:
+    """The fastest record of each case and column, by run."""
+    runs: dict[tuple[str, str], dict[str, dict[str, _Cell]]] = {}
+    for record in (r for r in cpu() if r["op"] != "generate"):
         own, where = record["environment"], " ".join(f"{name}={size}" for name, size in record["shape"].items())
-        run = f"{own['device']}, {own['threads']} threads, {own['date'][:10]}: {record['op'].replace('_', ' ')}"
-        cases = runs.setdefault((run, own["command"]), {})
-        cell = cases.setdefault(where, {}).setdefault(_column(record), record)
-        if record["seconds"] < cell["seconds"]:
-            cases[where][_column(record)] = record
-    told = []
-    for (run, _), cases in runs.items():
-        columns = [_SIXTEEN, *sorted({column for case in cases.values() for column in case} - {_SIXTEEN})]
-        rows = [(where, *(_speed_cell(case, column) for column in columns)) for where, case in cases.items()]
-        told += [f"**{run}**, ms (x the time of 16 bits)", tables.markdown(("shape", *columns), rows)]
-    return "\n\n".join([_TARGETS, *told])
+        cells = runs.setdefault((own["device"], own["command"]), {}).setdefault(where, {})
+        best = cells.setdefault(_column(record), _Cell(record))
+        if record["seconds"] < best.record["seconds"]:
+            cells[_column(record)] = _Cell(record)
+    return [*runs.values()]
+
+
+def _size(case: tuple[str, dict[str, _Cell]]) -> list[int]:
+    return [*next(iter(case[1].values())).record["shape"].values()][::-1]
 
 
 def _target(record: dict[str, Any]) -> float:
@@ -57,10 +97,11 @@ def _column(record: dict[str, Any]) -> str:
     return library if formats in library else f"{formats}, {library}"
 
 
-def _speed_cell(case: dict[str, Any], column: str) -> str:
-    if column not in case:
+def _speed_cell(cell: _Cell | None) -> str:
+    if cell is None:
         return ""
-    milliseconds, ratio = f"{1e3 * case[column]['seconds']:.2f}", case[column]["seconds"] / case[_SIXTEEN]["seconds"]
-    if column == _SIXTEEN:
+    milliseconds = f"{1e3 * cell.record['seconds']:.2f}"
+    if _column(cell.record) == _SIXTEEN:
         return milliseconds
-    return f"{milliseconds} (**{ratio:.2f}x**)" if ratio > _target(case[column]) else f"{milliseconds} ({ratio:.2f}x)"
+    ratio = f"{cell.ratio:.2f}x"
+    return f"{milliseconds} (**{ratio}**)" if cell.ratio > _target(cell.record) else f"{milliseconds} ({ratio})"

@@ -259,6 +259,18 @@ def _cpu_name() -> str:
     return facts.get("model name") or ", ".join([platform.processor() or platform.machine() or "CPU", *numbers])
 
 
+@functools.cache
+def cpu_has_bf16() -> bool:
+    """Whether the CPU has instructions for products of bf16."""
+    facts = torch.cpu.get_capabilities()
+    return any(facts.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def fastest_type(half: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type that a 16-bit model computes in fastest: its own, or fp32 on a CPU without instructions for it."""
+    return half if device.type == "cuda" or (half is torch.bfloat16 and cpu_has_bf16()) else torch.float32
+
+
 def _cpu_memory() -> int:
     """Bytes of memory: the machine's, or the container's limit if that is lower."""
     try:

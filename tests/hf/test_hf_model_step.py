@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3_
 
 import halfbyte.hf as hf
 from command_line import run
-from halfbyte.device import describe
+from halfbyte.device import cpu_has_bf16, describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.hf.model_support import half_type
 from halfbyte.hf.recorded_step import kept_steps
@@ -217,7 +217,10 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     assert run("bench", "model", "--json", *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["implementation"] for r in found] == [way.name for way in WAYS]
-    assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int8_channel/int8"] * 3]
+    assert [r["formats"] for r in found] == [
+        "bf16" if cpu_has_bf16() else "fp32",
+        *["nf4, int8_col lm_head, int8_channel/int8"] * 3,
+    ]
     assert all(r["p10"] == r["seconds"] == r["p90"] > 0 and r["repeats"] == 1 and r["kernels"] for r in found)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert kept == [*({**r, "kernels": {}} for r in found), *found]  # each when it was timed, and again when all were

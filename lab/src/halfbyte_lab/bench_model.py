@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +13,7 @@ import typer
 from halfbyte import settings
 from halfbyte.cli.options import Dtype, Keys, Output, Values
 from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, console, print_table, token_count
+from halfbyte.errors import check
 from halfbyte_lab.options import check_appendable
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ def bench_model(
     values: Values = settings.VALUES,
     random: Annotated[bool, typer.Option("--random", help="Random weights; the model's config.json is enough.")] = False,
     dtype: Dtype = settings.HALVES[0],
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model as a GGUF file, for llama.cpp on a CPU (needs xllamacpp).")
+    ] = None,
     device: Where = None,
     output: Output = None,
     as_json: Json = False,
@@ -44,10 +50,12 @@ def bench_model(
 ) -> None:
     """Tokens a second of a whole model: transformers in 16 bits, halfbyte in several ways, and where a step's time goes."""
     check_appendable(output, "output")
+    check(gguf is None or gguf.is_file(), f"gguf={str(gguf)!r} is no file")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints lines of its own to stderr
     from halfbyte.device import describe
     from halfbyte.hf.model_support import read_config
     from halfbyte.paths import resolve_model
+    from halfbyte_lab.baselines import llama_cpp
     from halfbyte_lab.measure import records
     from halfbyte_lab.model_sizes import of_sizes
     from halfbyte_lab.model_step import Formats, Steps, load, measure
@@ -57,7 +65,8 @@ def bench_model(
     lm = of_sizes(read_config(resolve_model(model)), machine, formats) if random else load(model, machine, formats)
     results: list[Record] = []
     with console(stderr=True).status("") as status:
-        for record in measure(lm, formats, steps, machine, said=status.update):
+        every = measure(lm, formats, steps, machine, said=status.update)
+        for record in every if gguf is None else chain(every, llama_cpp.records(gguf, lm, steps, machine)):
             results.append(record)
             if output is not None:
                 records.append(output, [record])

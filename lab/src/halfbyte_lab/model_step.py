@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
-from halfbyte.device import Device
+from halfbyte.device import Device, fastest_type
 from halfbyte.errors import check
 from halfbyte.formats import key_format, plain_format, value_format, weight_format
 from halfbyte.hf.cache import PackedCache
@@ -144,7 +144,7 @@ class Steps:
 
 
 def load(name: str, machine: Device, formats: Formats) -> Any:
-    """The 16-bit model of a folder, a Hub id or `demo` on a device; fp32 on a CPU, where 16 bits are slower.
+    """The 16-bit model of a folder, a Hub id or `demo` on a device; in fp32 where a CPU computes faster so.
 
     Raises for formats that do not fit it, and for a model that is quantized already, which has no 16 bits to compare with.
     """
@@ -157,8 +157,8 @@ def load(name: str, machine: Device, formats: Formats) -> Any:
 
 
 def computing(model: Any, machine: Device) -> Any:
-    """The model in the type that the device computes in."""
-    return model if machine.kind == "cuda" else model.float()
+    """The model in the type that the device computes in fastest."""
+    return model.to(fastest_type(model.dtype, machine.torch))
 
 
 def checked(model: Any, formats: Formats) -> Any:
@@ -202,7 +202,7 @@ def measure(
             nbytes = bytes_moved(side, steps, *formats_of_cache, use, wider)
             notes = [f"first token {1e3 * times.first:.1f} ms"]
             notes += [f"{statistics.fmean(use.experts.values()):.0%} of the experts"] if use.experts else []
-            yield side, way, _record(shape, names, way.name, nbytes, where, times, rate, "; ".join(notes))
+            yield side, way, step_record(shape, names, way.name, nbytes, where, times, rate, "; ".join(notes))
 
     def with_parts(side: Any, way: Way, record: Record) -> Record:
         said(f"{way.name}: tracing")
@@ -221,13 +221,13 @@ def measure(
             yield record
             results.append((side, way, record))
             if seconds := replays(side, way, steps):
-                yield _record(shape, record.formats, way.name + ALONE, record.nbytes, where, Times(0.0, seconds), rate)
+                yield step_record(shape, record.formats, way.name + ALONE, record.nbytes, where, Times(0.0, seconds), rate)
     for side, way, record in results if traced else ():
         if in_turn or way is not PLAIN:
             yield with_parts(side, way, record)
 
 
-def _record(
+def step_record(
     shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float, note: str = ""
 ) -> Record:
     step = times.step

@@ -79,7 +79,7 @@ def generate(
 
     def load() -> Any:
         with show_progress():
-            return hf.quantize(load_model(model, device, dtype), **options)
+            return hf.quantize(load_model(model, device, dtype, exact=False), **options)
 
     if chat:
         _chat(model, load, ask, seed)

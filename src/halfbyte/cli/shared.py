@@ -197,10 +197,11 @@ def short(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 
 
-def load_model(name: str, device: Any = None, dtype: str = "bf16") -> Any:
-    """The model of a folder, a Hub id or `demo` on a device, None: the GPU if there is one. On a CPU arithmetic is in fp32.
+def load_model(name: str, device: Any = None, dtype: str = "bf16", *, exact: bool = True) -> Any:
+    """The model of a folder, a Hub id or `demo` on a device, None: the GPU if there is one.
 
-    dtype: the 16-bit type of weights that are not quantized, one of `settings.HALVES`.
+    dtype: the 16-bit type of weights that are not quantized, one of `settings.HALVES`
+    exact: on a CPU arithmetic is in fp32, to compare formats; else in whatever is fastest there
     """
     from halfbyte.errors import require
 
@@ -209,7 +210,7 @@ def load_model(name: str, device: Any = None, dtype: str = "bf16") -> Any:
     from transformers.utils import logging
 
     from halfbyte import hf
-    from halfbyte.device import describe
+    from halfbyte.device import describe, fastest_type
     from halfbyte.formats import plain_format
     from halfbyte.paths import resolve_model
     from halfbyte.settings import check_half
@@ -217,5 +218,8 @@ def load_model(name: str, device: Any = None, dtype: str = "bf16") -> Any:
     logging.disable_progress_bar()  # the caller shows its own progress
     half, where = plain_format(check_half(dtype)).code.dtype, describe(device).torch
     model = hf.load(resolve_model(name), dtype=half)
-    # transformers refuses .float() on quantized models; QuantLinear keeps its codes and scales when it is cast
-    return (model.to(where) if where.type == "cuda" else torch.nn.Module.float(model)).eval()
+    if where.type == "cuda":
+        return model.to(where).eval()
+    wanted = torch.float32 if exact else fastest_type(half, where)
+    # transformers refuses to cast quantized models; QuantLinear keeps its codes and scales when it is cast
+    return torch.nn.Module.to(model, wanted).eval()

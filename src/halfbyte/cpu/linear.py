@@ -24,7 +24,7 @@ import torch
 from halfbyte.cpu.codes import unpack_into
 from halfbyte.cpu.derived import Derived
 from halfbyte.cpu.threads import compiler_works, over_rows
-from halfbyte.device import SPINNING
+from halfbyte.device import SPINNING, cpu_has_bf16
 from halfbyte.formats import Code, Format
 from halfbyte.reference.dequantize import block_scales, expert_scales, plain_scales
 from halfbyte.reference.linear import rounded_weight, rounded_x, rounds
@@ -141,19 +141,12 @@ def _amx_works() -> bool:
 def _multiplies_bf16(rows: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether to take the GEMM of bf16: where it is fast, blocks can be decoded to bf16, and the bias is bf16, too."""
     types = {rows.dtype} if bias is None else {rows.dtype, bias.dtype}
-    return types == {torch.bfloat16} and len(rows) > SMALL_M and _is_compiled(rows) and _has_bf16()
+    return types == {torch.bfloat16} and len(rows) > SMALL_M and _is_compiled(rows) and cpu_has_bf16()
 
 
 def _is_compiled(rows: torch.Tensor) -> bool:
     """Whether compiled loops multiply or decode for x [M, K]."""
     return rows.is_cpu and rows.numel() > 0 and rows.dtype is not torch.float64 and rows.shape[1] % 32 == 0 and compiler_works()
-
-
-@functools.cache
-def _has_bf16() -> bool:
-    """Whether the CPU has instructions for products of bf16."""
-    facts = torch.cpu.get_capabilities()
-    return any(facts.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def product(rows: torch.Tensor, weight: QuantTensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:

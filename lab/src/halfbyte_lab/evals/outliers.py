@@ -7,12 +7,14 @@ a linear layer undoes what the norm in front of it does to its input. So one sid
     v_proj rows * 2^e, o_proj columns / 2^e
     columns of linear layers * 2^e, norm weight / 2^e
 
-Powers of two only change exponents: with a 16-bit cache every logit is equal bit for bit.
+Powers of two only change exponents: with a 16-bit cache every logit is equal bit for bit. Per-channel scales follow such outliers
+exactly, too. They cannot follow those of some tokens only, which no exact transformation makes: `BY_TOKEN` is a model of its own.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 
 from halfbyte.errors import Unsupported
 from halfbyte.reference.rope import apply_rope, rope_tables
+from halfbyte.text import heldout_text
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,18 @@ class Outliers:
 
     keys      one entry for each rotary pair of a KV head, from the slowest pair on, in every layer
     end_keys  the same in the first and in the last layer
+    spikes    the same for keys of line ends alone, which grow by 2^e of the channel's RMS; not undone
     values    one entry for each value channel, from the first on
     columns   one entry for each input channel of q, k, v, gate and up projections, from the first on
     """
 
     name: str
     source: str
-    keys: tuple[int, ...] = ()
-    end_keys: tuple[int, ...] = ()
-    values: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
+    keys: tuple[float, ...] = ()
+    end_keys: tuple[float, ...] = ()
+    spikes: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    columns: tuple[float, ...] = ()
 
 
 #: Large keys sit in the slowest rotary pairs, at the same places in all heads and layers, 5 times the mean and more; values have
@@ -69,6 +74,16 @@ PROFILES: tuple[Outliers, ...] = (
         columns=(2, 2),
     ),
 )
+#: Factors that are no powers of two, and keys that are out of line where a line ends.
+BY_TOKEN = Outliers(
+    "by token",
+    "arXiv 2402.17762: massive activations at the first token and at delimiters. Which keys they make, and how large, is assumed",
+    keys=(math.log2(6), math.log2(3)),
+    spikes=(3.5, 2.5),
+    columns=(math.log2(3), math.log2(5)),
+)
+#: Bytes of text in which line ends are told from other tokens.
+_READ = 4096
 
 
 @torch.no_grad()
@@ -97,7 +112,33 @@ def with_outliers(model: Any, outliers: Outliers) -> Any:
             norm.weight.div_(columns)
             for linear in linears:
                 linear.weight.mul_(columns)
+    if outliers.spikes:
+        _add_spikes(variant, outliers.spikes)
     return variant
+
+
+def _add_spikes(model: Any, exponents: tuple[float, ...]) -> None:
+    """Keys of line ends grow, in the slowest rotary pairs: each row of k_proj gets a direction that only they have."""
+    text = torch.tensor([list(heldout_text().encode()[-_READ:])], device=model.device)
+    inputs: list[torch.Tensor] = []
+    hooks = [layer.input_layernorm.register_forward_hook(lambda m, x, y: inputs.append(y[0])) for layer in model.model.layers]
+    try:
+        for part in text.split(_READ // 4, 1):
+            model(input_ids=part, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ends, depth, dim = (text[0] == ord("\n")).float(), len(hooks), model.config.head_dim
+    for number, layer in enumerate(model.model.layers):
+        x, weight = torch.cat(inputs[number::depth]).float(), layer.self_attn.k_proj.weight
+        ridge = x.T @ x + 1e-3 * (x.T @ x).diagonal().mean() * torch.eye(x.shape[1], device=x.device)
+        direction = torch.linalg.solve(ridge, x.T @ (ends - ends.mean()))
+        direction /= (x[ends > 0] @ direction).mean()
+        for place, exponent in enumerate(exponents):
+            low = dim // 2 - 1 - place
+            for row in (at for head in range(0, len(weight), dim) for at in (head + low, head + low + dim // 2)):
+                rms = (x @ weight[row].float()).square().mean().sqrt()
+                weight[row] += (2.0**exponent * rms * direction).to(weight.dtype)
 
 
 def _is_like_llama(layer: Any) -> bool:
@@ -106,7 +147,7 @@ def _is_like_llama(layer: Any) -> bool:
     return hasattr(attention, "q_proj") and not hasattr(attention, "q_norm") and hasattr(mlp, "gate_proj")
 
 
-def _factors(exponents: tuple[int, ...], size: int, *, like: torch.Tensor) -> torch.Tensor:
+def _factors(exponents: tuple[float, ...], size: int, *, like: torch.Tensor) -> torch.Tensor:
     """2^e for the first channels, 1 for the others: [size], in the dtype of a weight."""
     factors = torch.ones(size, dtype=like.dtype, device=like.device)
     factors[: len(exponents)] = torch.tensor([2.0**e for e in exponents], dtype=like.dtype, device=like.device)

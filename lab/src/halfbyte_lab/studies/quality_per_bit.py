@@ -24,7 +24,7 @@ from halfbyte.text import ByteTokenizer, windows
 from halfbyte_lab.evals.assignment import candidates
 from halfbyte_lab.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
 from halfbyte_lab.evals.long_context import LongContext, Tasks, long_context
-from halfbyte_lab.evals.outliers import PROFILES, Outliers, recorded_heads
+from halfbyte_lab.evals.outliers import BY_TOKEN, PROFILES, Outliers, recorded_heads
 from halfbyte_lab.evals.quality import Setting, every_kv_setting
 from halfbyte_lab.measure import charts
 from halfbyte_lab.measure.records import Record
@@ -46,7 +46,7 @@ from halfbyte_lab.studies.accuracy import (
 )
 
 BY_LAYER, OF_WEIGHTS, WRITTEN, PLAIN = "quality by layer", "quality of weights", "long continuations", "no outliers"
-MODELS: dict[str, Outliers | None] = {PLAIN: None, **{p.name: p for p in PROFILES}}
+MODELS: dict[str, Outliers | None] = {PLAIN: None, **{p.name: p for p in (*PROFILES, BY_TOKEN)}}
 #: Windows and tokens of each; in a quick run the smaller ones.
 TEXT, QUICK_TEXT = (3, 256), (1, 128)
 #: Sizes of the plans, in bits an element, and the formats that they choose from.
