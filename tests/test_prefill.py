@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from accuracy import attention_errors, eager_attention
 from halfbyte.cache import KVCache
 from halfbyte.formats import plain_format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
@@ -44,6 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(prefill, "kernel_level", lambda op, impl, q, name: impl)
     monkeypatch.setattr(prefill, "can_bypass_dispatcher", lambda *given: True)
+    monkeypatch.setattr(prefill, "can_bypass_on_cpu", lambda *given: False)
     monkeypatch.setattr(prefill, "attend", by_kernels)
     monkeypatch.setattr(prefill, "merged", told("merged", merge))
     monkeypatch.setattr(_fused, "causal", told("fused", lambda *a: None if a[3].softcap else causal(*a)))
@@ -156,3 +158,42 @@ def test_torch_chooses_the_kernel(choice: str, value_dim: int, monkeypatch: pyte
 )
 def test_what_torch_is_not_asked_for(change: Any, options: dict[str, Any]) -> None:
     assert _fused.causal(*change(*tokens(2, 30)), AttentionOptions(**({"sm_scale": 0.1} | options))) is None
+
+
+@pytest.mark.parametrize(("length", "dim", "group"), [(2, 64, 1), (40, 64, 3), (257, 128, 4), (300, 40, 9)])
+def test_a_prompt_on_a_cpu_keeps_the_promise(length: int, dim: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's kernel, whatever the mean of the values; padding is not read, and sequences have the bits that they have alone."""
+    monkeypatch.setattr(_fused, "cpu_has_bf16", lambda: True)
+    q, k, v = tokens(3, length, group=group, dim=dim)
+    v += torch.tensor([0.0, 1, 100]).view(3, 1, 1, 1).bfloat16()
+    starts = torch.tensor([0, length // 2, length], dtype=torch.int32)
+    for x in (q, k, v):
+        for b, first in enumerate(starts.tolist()):
+            x[b, :, :first] = torch.nan
+    part = _fused.on_cpu(q, k, v, AttentionOptions(dim**-0.5, starts=starts))
+    assert part is not None
+    for b, first in enumerate(starts.tolist()):
+        own = [x[b : b + 1, :, first:] for x in (q, k, v)]
+        out, lse = (x[b : b + 1, :, first:] for x in part)
+        assert not part[0][b, :, :first].any()
+        assert (part[1][b, :, :first] == -torch.inf).all()
+        if first == length:
+            continue
+        truth = causal(*(x.double() for x in own), AttentionOptions(dim**-0.5))
+        base = eager_attention(*own, dim**-0.5), truth[1].bfloat16()
+        assert not attention_errors(out, lse, truth, base)
+        if length - first > 1:
+            alone = _fused.on_cpu(*own, AttentionOptions(dim**-0.5))
+            assert alone is not None
+            assert torch.equal(out, alone[0])
+            assert torch.equal(lse, alone[1])
+
+
+def test_what_torch_has_no_kernel_for_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tokens(1, 40)
+    monkeypatch.setattr(_fused, "cpu_has_bf16", lambda: True)
+    assert _fused.on_cpu(q, k, v, AttentionOptions(0.125, window=39)) is None
+    assert _fused.on_cpu(q, k, v, AttentionOptions(0.125, window=40)) is not None
+    assert _fused.on_cpu(q.half(), k.half(), v.half(), AttentionOptions(0.125)) is None
+    monkeypatch.setattr(_fused, "cpu_has_bf16", lambda: False)
+    assert _fused.on_cpu(q, k, v, AttentionOptions(0.125)) is None

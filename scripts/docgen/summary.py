@@ -138,14 +138,13 @@ def _harm(read: Sequence[Record]) -> tuple[str, str, str]:
 
 
 def whole_models() -> str:
-    """A step of each whole model, GPU by GPU: of docs/performance/step.md the rows that compare, and all of one GPU."""
+    """A step of each whole model, GPU by GPU: of docs/performance/step.md the rows that compare."""
     rows = []
     for machine, measured in by_machine(tables.study_records("step")).items():
         gpu, (headers, cells) = tables.short_name(machine), step.summary(measured)
         ours = [row for row in cells if row[headers.index("halfbyte, ms")]]
         compares = [any(row[headers.index(side)] for side in ("16 bits, ms", "vLLM, ms")) for row in ours]
-        alone = ["GPUs" not in row[0] for row in ours]
-        rows += [(gpu, *row) for row, *shown in zip(ours, compares, alone, strict=True) if any(shown)]
+        rows += [(gpu, *row) for row, shown in zip(ours, compares, strict=True) if shown]
     return markdown(("GPU", *step.SUMMARY), rows)
 
 

@@ -9,7 +9,7 @@ from halfbyte.errors import check
 from halfbyte.formats import plain_format
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
-from halfbyte.ops._library import can_bypass_dispatcher, kernel_level
+from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, kernel_level
 from halfbyte.ops.decode_attention import attend, checked, options_of
 from halfbyte.ops.merge_states import merged
 from halfbyte.plans.decode_attention import MOST_NUMBERS
@@ -45,8 +45,8 @@ def prefill_attention(
     `decode_attention`; `starts` counts from the cache's start. latent_heads: the cache holds latents (MLA), which these expand; k
     and v, expanded, have as many heads as q.
 
-    On a GPU, with impl="auto", torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of up to 256, of
-    values no larger than of keys, no softcap, no ALiBi).
+    With impl="auto" torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of up to 256, of values no
+    larger than of keys, no softcap, no ALiBi; on a CPU, if it multiplies bf16, that alone, and no shorter window).
     """
     is_latent = latent_heads is not None
     check(not is_latent or sm_scale is not None, "sm_scale is None; with latent_heads pass that of the model's own heads")
@@ -87,6 +87,8 @@ def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Attention
         result = _fused.causal(q, k, v, o)
         if result is not None:
             return result
+    if impl == "auto" and can_bypass_on_cpu(q, k, v) and (part := _fused.on_cpu(q, k, v, o)) is not None:
+        return part
     lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
     keys, values = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
     return _attended(DecodeCall(q, keys, values, lengths, torch.zeros_like(lengths), None, o, impl), chosen)
