@@ -10,7 +10,6 @@ import torch
 
 import halfbyte as hb
 from halfbyte.cpu import block as cpu
-from halfbyte.cpu import linear as cpu_linear
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.ops.block import add_norm, gated, norm_rows
 from halfbyte.ops.block_linear import add_projection, gated_projection, halves, projected
@@ -78,17 +77,17 @@ def test_projections_and_what_surrounds_them_one_by_one(name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1,), (2, 3), (16,)])
 @pytest.mark.parametrize("name", ["int4_g32", "nvfp4", "int8_col"])
-def test_compiled_sums_have_the_bits_of_single_ops(name: str, shape: tuple[int, ...], kind: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_sums_have_the_bits_of_single_ops(name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
     """Norms but for the order of their sum."""
-    half = torch.bfloat16
-    x, residual, w = r(*shape, 64).to(half), r(*shape, 48).to(half) + 1, weight(48, name)
-    before = Norm(norm(48).weight.to(half), 1e-5, kind)
-    for bias, multiplier in ((None, 1.0), (r(48).to(half), 0.5)):
+    x, residual, w = r(*shape, 64).to(dtype), r(*shape, 48).to(dtype) + 1, weight(48, name)
+    before = Norm(norm(48).weight.to(dtype), 1e-5, kind)
+    for bias, multiplier in ((None, 1.0), (r(48).to(dtype), 0.5)):
         hidden, out = add_projection(x, w, bias, residual, before, multiplier=multiplier)
         expected, normalized = reference.add_norm(linear(x, w, bias), residual, None, multiplier, before)
         assert torch.equal(hidden, expected)
         assert normalized is not None
-        torch.testing.assert_close(out, normalized, rtol=2**-7, atol=0)
+        torch.testing.assert_close(out, normalized, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=0)
         assert add_projection(x, w, bias, residual, None)[1] is None
     both = [weight(48, name), weight(48, "int4_sym_g32")]
     gate, up = (linear(x, each) for each in both)
@@ -99,9 +98,10 @@ def test_compiled_sums_run() -> None:
     """The case above is not compared to itself."""
     pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
     x, residual = r(2, 64).bfloat16(), r(2, 48).bfloat16()
-    ran = cpu.add_projection(x, weight(48), None, residual, None, 1.0) is not None
-    assert ran == cpu_linear.in_tiles(x, [weight(48)])
+    assert cpu.add_projection(x, weight(48), None, residual, None, 1.0) is not None
+    assert cpu.add_projection(x.float(), weight(48), None, residual.float(), None, 1.0) is not None
     assert cpu.add_projection(x, weight(48), None, residual.float(), None, 1.0) is None
+    assert cpu.add_projection(r(9, 64), weight(48), None, r(9, 48), None, 1.0) is None
     assert cpu.projections(x, [weight(48, width=32)], [None]) is None
 
 

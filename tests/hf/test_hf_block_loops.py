@@ -8,21 +8,34 @@ import pytest
 import torch
 from test_hf_fused_blocks import packed, padded
 
-import halfbyte as hb
 import halfbyte.hf as hf
-from halfbyte.cpu.linear import in_tiles
+from halfbyte.cpu import linear as cpu
 from halfbyte.cpu.step import BlockStep
+from halfbyte.cpu.threads import compiler_works
 from halfbyte.errors import CapacityError, InvalidArgument
 from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.fused_parts import BlockLoops
 
-pytestmark = pytest.mark.skipif(
-    not in_tiles(torch.zeros(1, 64).bfloat16(), [hb.quantize(torch.randn(16, 64), "int4_g32")]),
-    reason="the loops take numba and a CPU with AVX-512 BF16",
-)
+pytestmark = pytest.mark.skipif(not compiler_works(), reason="loops are compiled by numba: pip install halfbyte[cpu]")
 #: Weights, keys and values.
-FORMATS = [("int4_g32", "int8_channel", "int8"), ("nvfp4", "int4_g32", "bf16"), ("nf4", "fp8", "int4")]
+FORMATS = [
+    ("int4_g32", "int8_channel", "int8"),
+    ("nvfp4", "int4_g32", "bf16"),
+    ("nf4", "fp8", "int4"),
+    ("int8_col", "int8", "int8_g32"),
+]
 FAMILIES = ("llama", "llama biases", "qwen2", "qwen3", "phi3", "phi3 partial", "granite", "smollm3", "glm")
+
+
+@pytest.fixture(params=["tiles", "codes", "fp32"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Of a model: bf16, whose x is multiplied in tiles or by the codes, or fp32."""
+    if request.param == "tiles" and not (cpu._amx_works() or cpu._tiles_work()):
+        pytest.skip("this CPU has no instructions for bf16")
+    if request.param == "codes":
+        for name in ("_amx_works", "_tiles_work"):
+            monkeypatch.setattr(cpu, name, lambda: False)
+    return torch.float32 if request.param == "fp32" else torch.bfloat16
 
 
 @pytest.fixture
@@ -55,30 +68,45 @@ def by_ops(monkeypatch: pytest.MonkeyPatch, model: Any, ids: torch.Tensor, **opt
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bits_of_the_ops_one_by_one(family, batch, prompt, steps, monkeypatch):
+def test_the_bits_of_the_ops_one_by_one(family, batch, dtype, prompt, steps, monkeypatch):
     """But for norms of heads, whose sums have another order."""
-    model, ids = packed(family).to(torch.bfloat16), prompt(batch)
+    model, ids = packed(family).to(dtype), prompt(batch)
     given = padded(ids) if batch > 1 else {}
     found = logits(model, ids, **given)
     assert steps == [True] * 8 * model.config.num_hidden_layers
     expected = by_ops(monkeypatch, model, ids, **given)
-    assert torch.equal(found, expected) or (family == "qwen3" and torch.allclose(found, expected, rtol=0.1, atol=0.1))
+    near = 0.1 if dtype is torch.bfloat16 else 1e-4
+    assert torch.equal(found, expected) or (family == "qwen3" and torch.allclose(found, expected, rtol=near, atol=near))
     assert len(steps) == 8 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "int8_col"])
+def test_as_many_sequences_as_are_multiplied_by_codes(weights, dtype, prompt, steps, monkeypatch):
+    """A step of more is of the ops, unless it is in tiles."""
+    model = packed("llama", weights).to(dtype)
+    for batch in (cpu.SMALL_M, cpu.SMALL_M + 1):
+        steps.clear()
+        found = logits(model, prompt(batch))
+        runs = batch <= cpu.SMALL_M or (dtype is torch.bfloat16 and (cpu._amx_works() or cpu._tiles_work()))
+        assert steps == [True] * 16 * runs
+        assert torch.equal(found, by_ops(monkeypatch, model, prompt(batch)))
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("weights", "keys", "values"), FORMATS)
-def test_formats(weights, keys, values, fused, prompt, steps, monkeypatch):
+def test_formats(weights, keys, values, fused, dtype, prompt, steps, monkeypatch):
     options = {"fuse_qkv": fused, "fuse_gate_up": fused}
-    model, ids = packed("llama", weights, keys=keys, values=values, **options).to(torch.bfloat16), prompt(2)
-    found = logits(model, ids)
-    assert steps == [True] * 16
-    assert torch.equal(found, by_ops(monkeypatch, model, ids))
+    model = packed("llama", weights, keys=keys, values=values, **options).to(dtype)
+    for ids in (prompt(1), prompt(2)):
+        steps.clear()
+        found = logits(model, ids)
+        assert steps == [True] * 16
+        assert torch.equal(found, by_ops(monkeypatch, model, ids))
 
 
-def test_more_tokens_than_a_split(prompt, steps, monkeypatch):
+def test_more_tokens_than_a_split(dtype, prompt, steps, monkeypatch):
     """Partial results take other memory from there on."""
-    model, ids = packed("llama").to(torch.bfloat16), prompt(1).repeat(1, 49)[:, :1020]
+    model, ids = packed("llama").to(dtype), prompt(1).repeat(1, 49)[:, :1020]
     found = logits(model, ids)
     assert steps == [True] * 16
     assert torch.equal(found, by_ops(monkeypatch, model, ids))
@@ -104,9 +132,9 @@ def test_values_that_are_rotated_are_left_to_the_ops(prompt, steps):
     assert not steps
 
 
-def test_weights_that_are_written_to(prompt, steps, monkeypatch):
+def test_weights_that_are_written_to(dtype, prompt, steps, monkeypatch):
     """nvfp4 has a scale of the whole weight, which a step copies."""
-    model, ids = packed("llama", "nvfp4").to(torch.bfloat16), prompt(1)
+    model, ids = packed("llama", "nvfp4").to(dtype), prompt(1)
     cache = hf.PackedCache(model, 64, keys="int8", values="int8")
     found = []
     with torch.no_grad():
@@ -127,14 +155,14 @@ def test_weights_that_are_written_to(prompt, steps, monkeypatch):
     assert not torch.equal(*found)
 
 
-def test_errors_are_those_of_the_ops(prompt, steps):
-    model, ids = packed("llama").to(torch.bfloat16), prompt(1)
+def test_errors_are_those_of_the_ops(dtype, prompt, steps):
+    model, ids = packed("llama").to(dtype), prompt(1)
     cache = hf.PackedCache(model, 64, keys="int8", values="int8")
     with torch.no_grad():
         model(ids, past_key_values=cache)
         view = fused_view(model)
         with pytest.raises(InvalidArgument, match="NaN or infinite"):
-            view(inputs_embeds=torch.full((1, 1, 64), torch.nan, dtype=torch.bfloat16), past_key_values=cache)
+            view(inputs_embeds=torch.full((1, 1, 64), torch.nan, dtype=dtype), past_key_values=cache)
         cache.restore()
         for _ in range(cache.capacity - int(cache.get_seq_length())):
             view(ids[:, -1:], past_key_values=cache)

@@ -25,7 +25,7 @@ def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     from halfbyte.cpu.compiled.attention import SPLIT, Options, loops
 
     q, o, lengths = c.q.detach(), c.options, c.lengths.numpy()
-    number = "float32" if q.dtype.itemsize == 2 else "float64"
+    number = number_of(q.dtype)
     numbers = q.to(getattr(torch, number)).numpy()
     (batch, q_heads, count, dim), heads = q.shape, c.keys.heads
     limit = lengths if o.ends is None else o.limit(c.lengths).numpy()
@@ -51,6 +51,11 @@ def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     over_rows(attend, units, steps, rows, keys, values, table, places, _heads(o.alibi_slopes), options, state, out)
     finish(state, out, _heads(o.sinks), values[0][3].parts, result, lse)
     return torch.from_numpy(result).to(q.dtype), torch.from_numpy(lse)
+
+
+def number_of(dtype: torch.dtype) -> str:
+    """The type that attention computes in for queries of a type."""
+    return "float32" if dtype.itemsize == 2 else "float64"
 
 
 def width_of(dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Projections of a decoder block with what surrounds them, by compiled loops, for a bf16 x of few rows.
+"""Projections of a decoder block with what surrounds them, by compiled loops, for an x of few rows, in bf16 or fp32.
 
 Each function returns None where the loops do not run, or something may be wrong with its arguments: the ops that call them check.
 """
@@ -18,7 +18,8 @@ from halfbyte.tensors import QuantTensor
 
 #: How a norm rounds, for the loop.
 KINDS = {"rounded": 0, "exact": 1, "offset": 2}
-NONE = np.empty((1, 0), np.uint16)
+#: Types of rows, and those of the arrays that loops read and write them as: bf16 as its bits.
+NUMBERS: dict[torch.dtype, type[np.generic]] = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 
 Array = np.ndarray[Any, Any]
 
@@ -49,39 +50,51 @@ def add_projection(
     x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, residual: torch.Tensor, before: Norm | None, multiplier: float
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """hidden = residual + multiplier * (x W^T + bias), and before(hidden)."""
-    is_plain = type(residual) is torch.Tensor and residual.dtype is torch.bfloat16 and residual.is_contiguous()
-    if not is_plain or not (before is None or is_row(before.weight, residual.shape[-1])):
+    is_plain = type(residual) is torch.Tensor and residual.dtype in NUMBERS and residual.is_contiguous()
+    if not is_plain or not (before is None or is_row(before.weight, residual.shape[-1], residual.dtype)):
         return None
-    if not cpu.in_tiles(x, (weight,)) or not is_bias(bias, weight) or residual.shape != (*x.shape[:-1], weight.shape[0]):
+    fits = (is_tiled := cpu.in_tiles(x, (weight,))) or cpu.by_codes(x, weight)
+    if not fits or x.dtype is not residual.dtype or not is_bias(bias, weight):
         return None
-    return profiled("linear", _add_projection, x, weight, bias, residual, before, multiplier)
+    if residual.shape != (*x.shape[:-1], weight.shape[0]):
+        return None
+    return profiled("linear", _add_projection, x, weight, bias, residual, before, multiplier, is_tiled)
 
 
 def _add_projection(
-    x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, residual: torch.Tensor, before: Norm | None, multiplier: float
+    x: torch.Tensor,
+    weight: QuantTensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    before: Norm | None,
+    multiplier: float,
+    is_tiled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     from halfbyte.cpu.compiled.block import add_norm
 
-    sums = cpu.tile_sums(x, cpu.tile_rows(x), weight, bias)
-    hidden = np.empty(sums.shape, np.uint16)
-    out = NONE if before is None else np.empty_like(hidden)
-    norm, kind, eps = (NONE[0], 0, 0.0) if before is None else (bits(before.weight), KINDS[before.kind], before.eps)
-    add_norm(sums, bits(residual).reshape(sums.shape), hidden, out, norm, float(multiplier), eps, kind)
-    return _bf16(hidden, residual.shape), None if before is None else _bf16(out, residual.shape)
+    sums = cpu.tile_sums(x, cpu.tile_rows(x), weight, bias) if is_tiled else cpu.code_sums(x, weight, bias)
+    rows = array_of(residual).reshape(sums.shape)
+    hidden, out = np.empty_like(rows), np.empty_like(rows if before is not None else rows[:, :0])
+    norm, kind, eps = (out[0], 0, 0.0) if before is None else (array_of(before.weight), KINDS[before.kind], before.eps)
+    add_norm(sums, rows, hidden, out, norm, float(multiplier), eps, kind)
+    return tensor_of(hidden).view(residual.shape), None if before is None else tensor_of(out).view(residual.shape)
 
 
-def bits(t: torch.Tensor) -> Array:
-    """Those of a bf16 tensor, which share its memory."""
-    return t.detach().view(torch.uint16).numpy()
+def array_of(t: torch.Tensor) -> Array:
+    """A tensor of a type of `NUMBERS` as an array, which shares its memory."""
+    array: Array = (t.detach().view(torch.uint16) if t.dtype is torch.bfloat16 else t.detach()).numpy()
+    return array
 
 
-def _bf16(bits: Array, shape: torch.Size) -> torch.Tensor:
-    return torch.from_numpy(bits).view(torch.bfloat16).view(shape)
+def tensor_of(array: Array) -> torch.Tensor:
+    """The inverse of `array_of`."""
+    t = torch.from_numpy(array)
+    return t.view(torch.bfloat16) if t.dtype is torch.uint16 else t
 
 
-def is_row(t: torch.Tensor, width: int) -> bool:
-    """Whether t is bf16 [width]."""
-    return t.dtype is torch.bfloat16 and t.is_cpu and t.shape == (width,) and t.is_contiguous()
+def is_row(t: torch.Tensor, width: int, dtype: torch.dtype) -> bool:
+    """Whether t is [width], of this type."""
+    return t.dtype is dtype and t.is_cpu and t.shape == (width,) and t.is_contiguous()
 
 
 def is_bias(t: torch.Tensor | None, weight: QuantTensor) -> bool:

@@ -39,7 +39,6 @@ AMX_M, TILE_M, SMALL_M = 64, 16, 8
 #: Tokens of x that are put into the order of matrix registers at a time.
 AMX_TOKENS = 1024
 
-
 Array = np.ndarray[Any, Any]
 
 
@@ -98,12 +97,27 @@ def _product_of_integers(rows: torch.Tensor, weight: QuantTensor) -> torch.Tenso
 
 def in_tiles(x: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
     """Whether x [..., K] is multiplied in tiles of each of these weights [N, K]."""
+    return _multiply(x, weights) and _fits_tiles(_rows(x), weights)
+
+
+def by_codes(x: torch.Tensor, weight: QuantTensor) -> bool:
+    """Whether x [..., K], in fp32, is multiplied by the codes of this weight [N, K]."""
+    return _multiply(x, (weight,)) and _fits_codes(rows := _rows(x)) and not _fits_tiles(rows, (weight,))
+
+
+def _multiply(x: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
+    """Whether these are tensors of a product on a CPU."""
     if type(x) is not torch.Tensor or not x.ndim or not x.numel():
         return False
     for w in weights:
         if not isinstance(w, QuantTensor) or len(w.shape) != 2 or w.shape[1] != x.shape[-1] or not w.codes.is_cpu:
             return False
-    return _fits_tiles(x.view(1, -1) if x.numel() == x.shape[-1] else x.reshape(-1, x.shape[-1]), weights)
+    return True
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[M, K]."""
+    return x.view(1, -1) if x.numel() == x.shape[-1] else x.reshape(-1, x.shape[-1])
 
 
 def _fits_tiles(rows: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
@@ -115,6 +129,11 @@ def _fits_tiles(rows: torch.Tensor, weights: Sequence[QuantTensor]) -> bool:
         if w.shape[0] < 16 or (count == 1 and w.format.code.per_byte != 2):
             return False
     return _amx_works() or (count <= TILE_M and _tiles_work())
+
+
+def _fits_codes(rows: torch.Tensor) -> bool:
+    """Whether x [M, K] is multiplied by codes, unless it fits tiles."""
+    return len(rows) <= SMALL_M and _is_compiled(rows)
 
 
 def _fits_blocks(rows: torch.Tensor, weight: QuantTensor) -> bool:
@@ -151,9 +170,9 @@ def _is_compiled(rows: torch.Tensor) -> bool:
 
 def product(rows: torch.Tensor, weight: QuantTensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """[N, M] of rows [M, K], in fp32 or float64 as they are, or by the GEMM of bf16 rounded to it; bias [N]."""
-    is_compiled = _is_compiled(rows)
-    if is_compiled and len(rows) <= SMALL_M and rows.dtype is torch.float32:
+    if rows.dtype is torch.float32 and _fits_codes(rows):
         return _plus(_by_codes(rows, compiled(weight)), bias)
+    is_compiled = _is_compiled(rows)
     if rows.is_cpu and not is_compiled:
         SPINNING.step()
     decode = compiled(weight) if is_compiled else _Torch(_whole(weight, rows.dtype), rows.dtype)
@@ -218,6 +237,13 @@ def tile_sums(x: torch.Tensor, rows: Array, weight: QuantTensor, bias: torch.Ten
     if bias is not None:
         torch.from_numpy(y).add_(bias)
     return y
+
+
+def code_sums(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> Array:
+    """x W^T + bias in fp32, [M, N], of an x that is multiplied by codes."""
+    rows = _rows(x.detach()).float()
+    sums: Array = product(rows if weight.perm is None else rows.index_select(1, weight.perm), weight, bias).mT.numpy()
+    return sums
 
 
 def _by_blocks(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,11 @@
 """One token a sequence through a whole decoder block, by compiled loops over fixed memory.
 
 In a small model an operator of torch, a check or an allocation takes longer than a loop. So all of that is done once, for a block,
-a cache and a batch: a `BlockStep` is the loops of the block with their arguments. It has the results of the ops one by one.
+a cache, a batch and a type of rows, bf16 or fp32: a `BlockStep` is the loops of the block with their arguments. It has the results
+of the ops one by one.
+
+A product of a bf16 x is in tiles where `cpu.linear` takes these. Else x, in fp32, is multiplied by the codes. What is between
+products is rounded to the type of rows.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ import numpy as np
 import torch
 
 from halfbyte.cpu import append, block
-from halfbyte.cpu.attention_codes import width_of
-from halfbyte.cpu.linear import compiled, in_tiles, tile_rows
+from halfbyte.cpu.attention_codes import number_of, width_of
+from halfbyte.cpu.linear import by_codes, compiled, in_tiles, tile_rows
 from halfbyte.cpu.sides import sides_of
 from halfbyte.cpu.threads import STEPS, over_rows
 from halfbyte.kv_buffer import Cache, HeadNorms, Rope
@@ -59,20 +63,26 @@ class Branch(NamedTuple):
 
 
 class State(NamedTuple):
-    """Rows [B, 1, N] between two blocks: the residual and its norm; as tensors, and as arrays [B, N], the norm as pairs of bf16.
+    """Rows [B, 1, N] between two blocks: the residual and its norm; as tensors, and as arrays [B, N] of `block.NUMBERS`.
 
     The arrays are the tensors' memory, which belongs to a step: its next call writes there.
     """
 
     hidden: torch.Tensor
     x: torch.Tensor
-    hidden_bits: Array
-    pairs: Array
+    hidden_rows: Array
+    x_rows: Array
 
 
 def state_of(hidden: torch.Tensor, x: torch.Tensor) -> State:
-    """Of bf16 tensors [B, 1, N]."""
-    return State(hidden, x, block.bits(hidden).reshape(len(hidden), -1), tile_rows(x))
+    """Of tensors [B, 1, N], bf16 or fp32."""
+    return State(hidden, x, block.array_of(hidden).reshape(len(hidden), -1), _rows(x))
+
+
+def _rows(x: torch.Tensor) -> Array:
+    """[M, K] of x [..., K], for loops; of bf16 as tiles take it."""
+    is_half = x.dtype is torch.bfloat16
+    return tile_rows(x).view(np.uint16) if is_half else block.array_of(x.reshape(-1, x.shape[-1]).contiguous())
 
 
 class Unfit(Exception):
@@ -82,28 +92,44 @@ class Unfit(Exception):
 class _Product:
     """x W^T in fp32 [M, N], in memory of its own: `sums`, behind which there may be unused rows."""
 
-    def __init__(self, weight: QuantTensor, bias: torch.Tensor | None, batch: int) -> None:
+    def __init__(self, weight: QuantTensor, bias: torch.Tensor | None, x: torch.Tensor, numbers: dict[bool, Array]) -> None:
+        """x: of the shape and type of what is multiplied. numbers: memory for it in fp32, by whether even columns come first."""
         from halfbyte.cpu.compiled.block import finish
+        from halfbyte.cpu.compiled.linear import products
 
-        own, count, self.finish = compiled(weight), 1 << (batch - 1).bit_length(), finish
-        self.memory = np.empty((count, own.features), np.float32)
-        self.sums = self.memory[:batch]
-        (self.loop, self.steps), self.units = own.tile_loop(count), -(-own.features // 16)
-        self.tiles, self.pieces = own.tiles, weight.shape[1] // own.piece
-        self.scales, self.bias = (_of_rows(t, own.features) for t in (own.tensor_scale, bias))
-        self.is_plain = not self.scales.size and not self.bias.size
-
-    def __call__(self, pairs: Array) -> None:
-        if self.steps < 2 * STEPS:
-            self.loop(*self.tiles, pairs, self.memory, self.pieces, 0, self.units)
+        if weight.perm is not None or weight.nested is not None or not block.is_bias(bias, weight):
+            raise Unfit
+        is_tiled, (batch, width) = in_tiles(x, (weight,)), x.shape
+        if not is_tiled and not by_codes(x, weight):
+            raise Unfit
+        own, self.finish = compiled(weight), finish
+        self.rest: tuple[Any, ...]
+        if is_tiled:
+            count = 1 << (batch - 1).bit_length()
+            memory = np.empty((count, own.features), np.float32)
+            (self.loop, self.steps), self.units, self.sums = own.tile_loop(count), -(-own.features // 16), memory[:batch]
+            self.weight, self.rest, self.x = own.tiles, (memory, width // own.piece), None
         else:
-            over_rows(self.loop, self.units, self.steps, *self.tiles, pairs, self.memory, self.pieces)
+            memory = np.empty((own.features, batch), np.float32)
+            self.loop, self.steps, self.units, self.sums = products, memory.size * width, own.features, memory.T
+            self.weight, self.rest = tuple(own.arrays()), (memory,)
+            is_ready = x.dtype is torch.float32 and not own.nibbles
+            self.x = None if is_ready else numbers.setdefault(own.nibbles, np.empty(x.shape, np.float32))
+        self.kind = np.int32 if is_tiled else np.float32
+        self.scales, self.bias = (_of_rows(t, own.features) for t in (own.tensor_scale, bias))
+        self.is_plain, self.like = not self.scales.size and not self.bias.size, np.empty(0, block.NUMBERS[x.dtype])
 
-    def complete(self, pairs: Array) -> Array:
-        """`sums` with scales and bias, and then rounded to bf16, where there are any: what follows rounds."""
-        self(pairs)
+    def __call__(self, rows: Array) -> None:
+        x = rows.view(self.kind) if self.x is None else self.x
+        if self.steps < 2 * STEPS:
+            self.loop(*self.weight, x, *self.rest, 0, self.units)
+        else:
+            over_rows(self.loop, self.units, self.steps, *self.weight, x, *self.rest)
+
+    def complete(self) -> Array:
+        """`sums` with scales and bias, and then rounded, where there are any: what follows rounds."""
         if not self.is_plain:
-            self.finish(self.sums, self.scales, self.bias)
+            self.finish(self.sums, self.scales, self.bias, self.like)
         return self.sums
 
 
@@ -112,23 +138,33 @@ def _of_rows(t: torch.Tensor | None, count: int) -> Array:
     return _NO_BIAS if t is None else np.ascontiguousarray(t.detach().float().expand(count).numpy())
 
 
-def _products(layers: Layers, batch: int) -> list[_Product]:
-    for weight, bias in zip(*layers, strict=True):
-        x = torch.empty(batch, weight.shape[1], dtype=torch.bfloat16)
-        if weight.perm is not None or weight.nested is not None or not in_tiles(x, (weight,)) or not block.is_bias(bias, weight):
-            raise Unfit
-    return [_Product(weight, bias, batch) for weight, bias in zip(*layers, strict=True)]
+class _Products:
+    """Those of one x with `Layers`."""
+
+    def __init__(self, layers: Layers, batch: int, dtype: torch.dtype) -> None:
+        from halfbyte.cpu.compiled.block import arrange
+
+        x = torch.empty(batch, layers.weights[0].shape[-1], dtype=dtype)
+        self.numbers: dict[bool, Array] = {}
+        self.all = [_Product(weight, bias, x, self.numbers) for weight, bias in zip(*layers, strict=True)]
+        self.arrange = arrange
+
+    def __call__(self, rows: Array) -> None:
+        for halves, x in self.numbers.items():
+            self.arrange(rows, x, halves)
+        for product in self.all:
+            product(rows)
 
 
 class _Projections:
-    """q, k and v [B, H, 1, D] of `Heads`: bf16 numbers in fp32."""
+    """q, k and v [B, H, 1, D] of `Heads`: in fp32, rounded to the type of rows."""
 
-    def __init__(self, heads: Heads, cache: Cache, batch: int) -> None:
+    def __init__(self, heads: Heads, cache: Cache, batch: int, dtype: torch.dtype) -> None:
         from halfbyte.cpu.compiled.block import norm_heads
 
         keys, values = cache.keys, cache.values
-        self.products, self.norm_heads = _products(heads.layers, batch), norm_heads
-        sums, widths = [product.sums for product in self.products], [side.heads * side.dim for side in (keys, values)]
+        self.products, self.norm_heads = _Products(heads.layers, batch, dtype), norm_heads
+        sums, widths = [product.sums for product in self.products.all], [side.heads * side.dim for side in (keys, values)]
         if len(sums) == 1:
             first = sums[0].shape[1] - sum(widths)
             sums = np.split(sums[0], (first, first + widths[0]), 1)
@@ -138,15 +174,15 @@ class _Projections:
         self.all = [part.reshape(batch, -1, 1, dim) for part, dim in zip(sums, dims, strict=True)]  # views
         self.norms: list[tuple[Array, Array, float, int]] = []
         if (norms := heads.norms) is not None:
-            if not all(block.is_row(weight, keys.dim) for weight in norms[:2]):
+            if not all(block.is_row(weight, keys.dim, dtype) for weight in norms[:2]):
                 raise Unfit
             kind = block.KINDS[norms.kind]
-            self.norms = [(x, block.bits(weight), norms.eps, kind) for x, weight in zip(self.all, norms[:2], strict=False)]
+            self.norms = [(x, block.array_of(weight), norms.eps, kind) for x, weight in zip(self.all, norms[:2], strict=False)]
 
-    def __call__(self, pairs: Array) -> None:
-        for product in self.products:
-            product(pairs)
-            product.finish(product.sums, product.scales, product.bias)
+    def __call__(self, rows: Array) -> None:
+        self.products(rows)
+        for product in self.products.all:
+            product.finish(product.sums, product.scales, product.bias, product.like)
         for norm in self.norms:
             self.norm_heads(*norm)
 
@@ -154,7 +190,7 @@ class _Projections:
 class _Append:
     """k and v of `_Projections` to a cache, whose lengths stay; and q by position, `q` [B, H, 1, D]."""
 
-    def __init__(self, projections: _Projections, cache: Cache, batch: int) -> None:
+    def __init__(self, projections: _Projections, cache: Cache, batch: int, dtype: torch.dtype) -> None:
         from halfbyte.cpu.compiled.append import loops
 
         sides = cache.keys, cache.values
@@ -167,7 +203,7 @@ class _Append:
         self.q, self.before, self.one = self.rows[2], np.empty(batch, np.int64), np.ones(batch, np.int64)
         rows, size = (cache.keys.codes.shape[i] for i in (0, 2))
         self.room = self.before, self.one, 1, _NO_PAGES, max(side.ring for side in sides), rows, size
-        self.code, self.rotation = append.code_of(torch.bfloat16), block_size(cache.keys.dim) if cache.rotate_keys else 0
+        self.code, self.rotation = append.code_of(dtype), block_size(cache.keys.dim) if cache.rotate_keys else 0
         self.units, self.steps = batch * k.shape[1], 8 * k.size
         places = self.before, self.one, _NO_PAGES, np.zeros((2, self.units), np.int64)
         self.sides = sides_of(cache.keys), sides_of(cache.values)
@@ -190,32 +226,33 @@ class _Append:
 class _Attention:
     """`Heads` over a cache."""
 
-    def __init__(self, heads: Heads, cache: Cache, batch: int) -> None:
+    def __init__(self, heads: Heads, cache: Cache, batch: int, dtype: torch.dtype) -> None:
         from halfbyte.cpu.compiled import attention
-        from halfbyte.cpu.compiled.block import as_bits, count_token
+        from halfbyte.cpu.compiled.block import count_token, store
 
-        self.project = _Projections(heads, cache, batch)
-        self.append = _Append(self.project, cache, batch)
+        self.project = _Projections(heads, cache, batch, dtype)
+        self.append = _Append(self.project, cache, batch, dtype)
         self.lengths, self.places = cache.lengths.numpy(), np.empty((batch, 4), np.int64)
-        self.count_token, self.as_bits = count_token, as_bits
-        self.loops, self.split = attention.loops("float32"), attention.SPLIT
+        self.count_token, self.store = count_token, store
+        self.number = number_of(dtype)
+        self.loops, self.split = attention.loops(self.number), attention.SPLIT
         self.options = attention.Options(1, 2**40, heads.softcap or 0.0)
         self.sm_scale, self.sinks = heads.sm_scale, _NO_BIAS if heads.sinks is None else heads.sinks.numpy()
         (_, q_heads, _, dim), kv_heads, wide = self.append.q.shape, cache.keys.heads, cache.values.dim
-        self.queries = np.empty((batch, kv_heads, q_heads // kv_heads, width_of(dim)), np.float32)
-        self.out, self.lse = np.empty((batch, q_heads, 1, wide), np.float32), np.empty((batch, q_heads, 1), np.float32)
-        self.flat, self.bits = self.out.reshape(batch, -1), np.empty((batch, q_heads * wide), np.uint16)
+        self.queries = np.empty((batch, kv_heads, q_heads // kv_heads, width_of(dim)), self.number)
+        self.out, self.lse = np.empty((batch, q_heads, 1, wide), self.number), np.empty((batch, q_heads, 1), np.float32)
+        self.flat, self.rows = self.out.reshape(batch, -1), np.empty((batch, q_heads * wide), block.NUMBERS[dtype])
         self.splits, self.width = 0, width_of(wide)
 
     def _allocate(self, splits: int) -> None:
         """Memory for partial results of so many splits."""
         self.splits, (batch, heads, group, _) = splits, self.queries.shape
-        self.parts = np.empty((batch, heads, splits, group, self.width), np.float32)
-        self.states = np.empty((*self.parts.shape[:-1], 2), np.float32)
+        self.parts = np.empty((batch, heads, splits, group, self.width), self.number)
+        self.states = np.empty((*self.parts.shape[:-1], 2), self.number)
 
-    def __call__(self, pairs: Array, rope: Rope | None, starts: Array) -> Array | None:
-        """Pairs of the result, whose token is stored but not counted; None, and nothing has changed, where it cannot be."""
-        self.project(pairs)
+    def __call__(self, x: Array, rope: Rope | None, starts: Array) -> Array | None:
+        """Rows of the result, whose token is stored but not counted; None, and nothing has changed, where it cannot be."""
+        self.project(x)
         longest = self.count_token(self.lengths, starts, self.append.before, self.places)
         if not self.append(rope):
             return None
@@ -223,67 +260,70 @@ class _Attention:
             self._allocate(splits)
         prepare, attend, finish = self.loops
         keys, values = self.append.sides
-        prepare(self.append.q, self.sm_scale, self.append.rotation, keys[0][3].parts, self.queries)
+        prepare(self.append.q.astype(self.number, copy=False), self.sm_scale, self.append.rotation, keys[0][3].parts, self.queries)
         rows = self.queries, keys, values, _NO_PAGES, self.places, _NO_BIAS, self.options, self.states, self.parts
         over_rows(attend, self.append.units * splits, self.queries.size * longest * 2, *rows)
         finish(self.states, self.parts, self.sinks, values[0][3].parts, self.out, self.lse)
-        self.as_bits(self.flat, self.bits)
-        return self.bits.view(np.int32)
+        self.store(self.flat, self.rows)
+        return self.rows
 
 
 class _GatedMlp:
     """`Gated`."""
 
-    def __init__(self, form: Gated, batch: int) -> None:
-        from halfbyte.cpu.compiled.block import as_bits
+    def __init__(self, form: Gated, batch: int, dtype: torch.dtype) -> None:
+        from halfbyte.cpu.compiled.block import store
 
-        self.products, self.activation = _products(form.layers, batch), form.activation
-        if len({product.sums.shape for product in self.products}) != 1 or len(self.products) != 2:
+        self.products, self.activation = _Products(form.layers, batch, dtype), form.activation
+        shapes = [product.sums.shape for product in self.products.all]
+        if len(set(shapes)) != 1 or len(shapes) != 2:
             raise Unfit
-        self.as_bits = as_bits
-        self.bits = [np.empty(product.sums.shape, np.uint16) for product in self.products]
-        self.gate, self.up = (torch.from_numpy(bits).view(torch.bfloat16) for bits in self.bits)
+        self.store, self.rows = store, [np.empty(shape, block.NUMBERS[dtype]) for shape in shapes]
+        self.gate, self.up = map(block.tensor_of, self.rows)
 
-    def __call__(self, pairs: Array, *_: Any) -> Array:
-        for product, bits in zip(self.products, self.bits, strict=True):
-            self.as_bits(product.complete(pairs), bits)
-        return tile_rows(gated(self.gate, self.up, self.activation))
+    def __call__(self, x: Array, *_: Any) -> Array:
+        self.products(x)
+        for product, rows in zip(self.products.all, self.rows, strict=True):
+            self.store(product.complete(), rows)
+        return _rows(gated(self.gate, self.up, self.activation))
 
 
 class _Sum:
     """The residual sum behind a branch, and its norm."""
 
-    def __init__(self, branch: Branch, multiplier: float, batch: int) -> None:
+    def __init__(self, branch: Branch, multiplier: float, batch: int, dtype: torch.dtype) -> None:
         from halfbyte.cpu.compiled.block import add_norm
 
-        (self.product,) = _products(branch.last, batch)
-        self.add_norm = add_norm
-        before, shape = branch.before, self.product.sums.shape
-        self.hidden = np.empty(shape, np.uint16)
-        if before is not None and not block.is_row(before.weight, shape[1]):
+        self.products, self.add_norm = _Products(branch.last, batch, dtype), add_norm
+        (self.product,), before = self.products.all, branch.before
+        shape = self.product.sums.shape
+        self.hidden = np.empty(shape, block.NUMBERS[dtype])
+        if before is not None and not block.is_row(before.weight, shape[1], dtype):
             raise Unfit
-        self.out = self.hidden if before is None else np.empty(shape, np.uint16)
-        norm = block.NONE[0] if before is None else block.bits(before.weight)
+        self.out = self.hidden if before is None else np.empty_like(self.hidden)
+        norm = self.hidden[0, :0] if before is None else block.array_of(before.weight)
         self.rest = norm, float(multiplier), *((0.0, 0) if before is None else (before.eps, block.KINDS[before.kind]))
-        hidden, out = (torch.from_numpy(bits).view(torch.bfloat16).unsqueeze(1) for bits in (self.hidden, self.out))
-        self.state = State(hidden, out, self.hidden, self.out.view(np.int32))
+        hidden, out = (block.tensor_of(rows).unsqueeze(1) for rows in (self.hidden, self.out))
+        self.state = State(hidden, out, self.hidden, self.out)
 
-    def __call__(self, pairs: Array, residual: Array) -> State:
-        self.add_norm(self.product.complete(pairs), residual, self.hidden, self.out, *self.rest)
+    def __call__(self, x: Array, residual: Array) -> State:
+        self.products(x)
+        self.add_norm(self.product.complete(), residual, self.hidden, self.out, *self.rest)
         return self.state
 
 
 class BlockStep:
     """A block's step. Raises `Unfit` where the loops do not run it."""
 
-    def __init__(self, branches: Sequence[Branch], multiplier: float, cache: Cache) -> None:
+    def __init__(self, branches: Sequence[Branch], multiplier: float, cache: Cache, dtype: torch.dtype) -> None:
         batch = len(cache.lengths)
         self.branches: list[tuple[Callable[[Array, Rope | None, Array], Array | None], _Sum]] = []
         if sum(isinstance(branch.form, Heads) for branch in branches) != 1:
             raise Unfit
         for branch in branches:
-            form = _GatedMlp(branch.form, batch) if isinstance(branch.form, Gated) else _Attention(branch.form, cache, batch)
-            self.branches.append((form, _Sum(branch, multiplier, batch)))
+            form = branch.form
+            loops = _GatedMlp(form, batch, dtype) if isinstance(form, Gated) else _Attention(form, cache, batch, dtype)
+            self.branches.append((loops, _Sum(branch, multiplier, batch, dtype)))
         self.lengths = cache.lengths
 
     def __call__(self, state: State, rope: Rope | None, starts: torch.Tensor | None) -> State | None:
@@ -291,12 +331,12 @@ class BlockStep:
 
         starts: int32 [B], contiguous; tokens before it are padding.
         """
-        if len(state.hidden) != len(self.lengths):
+        if len(state.hidden) != len(self.lengths) or state.x.dtype is not state.hidden.dtype:
             return None
         own = _NO_STARTS if starts is None else starts.numpy()
         for form, add in self.branches:
-            if (pairs := form(state.pairs, rope, own)) is None:
+            if (x := form(state.x_rows, rope, own)) is None:
                 return None
-            state = add(pairs, state.hidden_bits)
+            state = add(x, state.hidden_rows)
         self.lengths.add_(1)
         return state

@@ -17,6 +17,7 @@ from torch import nn
 
 from halfbyte.cache import KVCache
 from halfbyte.cpu import step as loops
+from halfbyte.cpu.block import NUMBERS
 from halfbyte.cpu.derived import Derived
 from halfbyte.hf.attention import Attended, attention, sees_all
 from halfbyte.hf.cache import PackedCache
@@ -263,7 +264,7 @@ Branch = tuple[Form, Norm | None, Norm | None]
 
 
 class BlockLoops:
-    """Steps of a block, one for each cache."""
+    """Steps of a block, one for each cache and type of rows."""
 
     def __init__(self, branches: Sequence[Branch], multiplier: float) -> None:
         self.branches, self.multiplier = branches, multiplier
@@ -277,7 +278,9 @@ class BlockLoops:
         self.parameters = [layer._parameters for layer in layers]
         norms = [before.weight for *_, before in branches if before is not None]
         self.norms = [*norms, *(norm.weight for norm in (self.heads.norms if self.heads else ()))]
-        self.steps: Derived[loops.BlockStep | None] = Derived(self._step)
+        self.steps: dict[torch.dtype, Derived[loops.BlockStep | None]] = {
+            dtype: Derived(partial(self._step, dtype)) for dtype in NUMBERS
+        }
 
     def __call__(self, state: loops.State, block: dict[str, Any]) -> loops.State | None:
         """The state behind the block; None, and nothing has changed, where the loops do not run."""
@@ -297,7 +300,7 @@ class BlockLoops:
 
     def _run(self, state: loops.State, block: dict[str, Any], starts: torch.Tensor | None, kv: KVCache) -> loops.State | None:
         parts = [t for own in self.parameters for t in own.values() if t is not None]
-        step = self.steps(kv, [*parts, *self.norms], copies=True)
+        step = self.steps[state.hidden.dtype](kv, [*parts, *self.norms], copies=True)
         if step is None:
             return None
         rope, heads = None, self.heads
@@ -306,9 +309,9 @@ class BlockLoops:
             rope = heads.tables(block[source], len(state.hidden), half, interleaved)
         return step(state, rope, starts)
 
-    def _step(self, kv: KVCache) -> loops.BlockStep | None:
+    def _step(self, dtype: torch.dtype, kv: KVCache) -> loops.BlockStep | None:
         try:
-            return loops.BlockStep([self._branch(*branch) for branch in self.branches], self.multiplier, kv)
+            return loops.BlockStep([self._branch(*branch) for branch in self.branches], self.multiplier, kv, dtype)
         except loops.Unfit:
             return None
 

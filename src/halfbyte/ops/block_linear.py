@@ -154,8 +154,8 @@ def _runs_on_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def runs_loops(hidden: torch.Tensor) -> bool:
-    """Whether a block's step may be compiled loops, for bf16 rows [B, 1, N]: on a CPU, and without a profiler, which names ops."""
-    is_step = hidden.dtype is torch.bfloat16 and hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_contiguous()
+    """Whether a block's step may be compiled loops, for rows [B, 1, N]: on a CPU, and without a profiler, which names ops."""
+    is_step = hidden.dtype in cpu.NUMBERS and hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_contiguous()
     return is_step and not profiler_runs() and _runs_on_cpu(hidden)
 
 
