@@ -27,6 +27,8 @@ from halfbyte.reference.hadamard import block_size
 from halfbyte.tensors import QuantTensor
 
 Array = np.ndarray[Any, Any]
+#: Parts of a product that threads share among them.
+_PARTS = 1 << 10
 _NO_BIAS, _NO_STARTS, _NO_PAGES = np.empty(0, np.float32), np.empty(0, np.int32), np.empty((0, 0), np.int32)
 
 
@@ -119,12 +121,10 @@ class _Product:
         self.scales, self.bias = (_of_rows(t, own.features) for t in (own.tensor_scale, bias))
         self.is_plain, self.like = not self.scales.size and not self.bias.size, np.empty(0, block.NUMBERS[x.dtype])
 
-    def __call__(self, rows: Array) -> None:
+    def __call__(self, rows: Array, first: int, last: int) -> None:
+        """Parts first to last."""
         x = rows.view(self.kind) if self.x is None else self.x
-        if self.steps < 2 * STEPS:
-            self.loop(*self.weight, x, *self.rest, 0, self.units)
-        else:
-            over_rows(self.loop, self.units, self.steps, *self.weight, x, *self.rest)
+        self.loop(*self.weight, x, *self.rest, self.units * first // _PARTS, self.units * last // _PARTS)
 
     def complete(self) -> Array:
         """`sums` with scales and bias, and then rounded, where there are any: what follows rounds."""
@@ -147,13 +147,19 @@ class _Products:
         x = torch.empty(batch, layers.weights[0].shape[-1], dtype=dtype)
         self.numbers: dict[bool, Array] = {}
         self.all = [_Product(weight, bias, x, self.numbers) for weight, bias in zip(*layers, strict=True)]
-        self.arrange = arrange
+        self.arrange, self.steps = arrange, sum(product.steps for product in self.all)
 
     def __call__(self, rows: Array) -> None:
         for halves, x in self.numbers.items():
             self.arrange(rows, x, halves)
+        if self.steps < 2 * STEPS:
+            self._run(rows, 0, _PARTS)
+        else:
+            over_rows(self._run, _PARTS, self.steps, rows)
+
+    def _run(self, rows: Array, first: int, last: int) -> None:
         for product in self.all:
-            product(rows)
+            product(rows, first, last)
 
 
 class _Projections:
