@@ -204,6 +204,7 @@ def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
 
 
 def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
+    monkeypatch.setattr(fused_parts.BlockLoops, "__call__", lambda *_: None)  # on a CPU they take the place of ops
     calls = []
     for owner, name in ((fused_forms, "projected"), (fused_parts, "gated_projection")):
         watched(monkeypatch, owner, name, lambda x, weights, *_, name=name: calls.append((name, len(weights))))

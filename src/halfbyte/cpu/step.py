@@ -19,6 +19,7 @@ import torch
 from halfbyte.cpu import append, block
 from halfbyte.cpu.attention_codes import number_of, width_of
 from halfbyte.cpu.linear import by_codes, compiled, in_tiles, tile_rows
+from halfbyte.cpu.profiled import profiled
 from halfbyte.cpu.sides import sides_of
 from halfbyte.cpu.threads import STEPS, over_rows
 from halfbyte.kv_buffer import Cache, HeadNorms, Rope
@@ -150,6 +151,9 @@ class _Products:
         self.arrange, self.steps = arrange, sum(product.steps for product in self.all)
 
     def __call__(self, rows: Array) -> None:
+        profiled("linear", self._multiply, rows)
+
+    def _multiply(self, rows: Array) -> None:
         for halves, x in self.numbers.items():
             self.arrange(rows, x, halves)
         if self.steps < 2 * STEPS:
@@ -260,8 +264,12 @@ class _Attention:
         """Rows of the result, whose token is stored but not counted; None, and nothing has changed, where it cannot be."""
         self.project(x)
         longest = self.count_token(self.lengths, starts, self.append.before, self.places)
-        if not self.append(rope):
+        if not profiled("append_", self.append, rope):
             return None
+        profiled("decode_attention", self._attend, longest)
+        return self.rows
+
+    def _attend(self, longest: int) -> None:
         if (splits := -(-longest // self.split)) != self.splits:
             self._allocate(splits)
         prepare, attend, finish = self.loops
@@ -271,7 +279,6 @@ class _Attention:
         over_rows(attend, self.append.units * splits, self.queries.size * longest * 2, *rows)
         finish(self.states, self.parts, self.sinks, values[0][3].parts, self.out, self.lse)
         self.store(self.flat, self.rows)
-        return self.rows
 
 
 class _GatedMlp:

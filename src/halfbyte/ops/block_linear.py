@@ -13,7 +13,6 @@ import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.cpu import block as cpu
-from halfbyte.cpu.profiled import profiler_runs
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops._library import can_bypass_dispatcher, can_bypass_on_cpu, level
@@ -154,9 +153,9 @@ def _runs_on_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def runs_loops(hidden: torch.Tensor) -> bool:
-    """Whether a block's step may be compiled loops, for rows [B, 1, N]: on a CPU, and without a profiler, which names ops."""
+    """Whether a block's step may be compiled loops, for rows [B, 1, N] on a CPU."""
     is_step = hidden.dtype in cpu.NUMBERS and hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_contiguous()
-    return is_step and not profiler_runs() and _runs_on_cpu(hidden)
+    return is_step and _runs_on_cpu(hidden)
 
 
 def _plan(call: LinearCall, *others: torch.Tensor | None, alternating: bool = False) -> GemmPlan | None:
