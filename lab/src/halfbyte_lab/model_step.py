@@ -230,6 +230,7 @@ def measure(
 def step_record(
     shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float, note: str = ""
 ) -> Record:
+    """What was measured of a way of this name; rate: GB/s that the device reads."""
     step = times.step
     rates = {"gb_per_s": nbytes / step / 1e9, "roof_gb_per_s": rate, "roof_share": nbytes / rate / 1e9 / step}
     spread = {"p10": min(times.steps), "p90": max(times.steps), "repeats": len(times.steps)}
