@@ -127,6 +127,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for op in (append_op, unpack_op):
         monkeypatch.setattr(op, "level", lambda op, impl, device: "triton")
     monkeypatch.setattr(_library, "_supports_pdl", lambda device: True)
+    monkeypatch.setattr(_fused, "cpu_has_bf16", lambda: False)  # torch's own kernel of a CPU would take prompts
     monkeypatch.setattr(KVCache, "_capturing", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors

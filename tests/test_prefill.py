@@ -45,7 +45,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(prefill, "kernel_level", lambda op, impl, q, name: impl)
     monkeypatch.setattr(prefill, "can_bypass_dispatcher", lambda *given: True)
-    monkeypatch.setattr(prefill, "can_bypass_on_cpu", lambda *given: False)
     monkeypatch.setattr(prefill, "attend", by_kernels)
     monkeypatch.setattr(prefill, "merged", told("merged", merge))
     monkeypatch.setattr(_fused, "causal", told("fused", lambda *a: None if a[3].softcap else causal(*a)))

@@ -87,7 +87,7 @@ def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Attention
         result = _fused.causal(q, k, v, o)
         if result is not None:
             return result
-    if impl == "auto" and can_bypass_on_cpu(q, k, v) and (part := _fused.on_cpu(q, k, v, o)) is not None:
+    if (impl, chosen) == ("auto", "cpu") and can_bypass_on_cpu(q, k, v) and (part := _fused.on_cpu(q, k, v, o)) is not None:
         return part
     lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
     keys, values = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
