@@ -14,6 +14,7 @@ import torch
 from benches import CPU, quick
 
 from halfbyte.device import Device
+from halfbyte.ops import _fused
 from halfbyte_lab.cases import qkv_cases, qkv_layers
 from halfbyte_lab.cases.engine_step import Requests
 from halfbyte_lab.cases.rank import Model, Rank
@@ -122,6 +123,12 @@ def seed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[torch.Tensor, int], t
 
         return SimpleNamespace(**{name: partial(wrong, getattr(right, name)) for name in ("decode_attention", "chunk_attention")})
 
+    def of_prompts(*args: Any) -> Any:
+        part = by_torch(*args)
+        return None if part is None else (fault(part[0], 0), part[1])
+
+    by_torch = _fused.on_cpu
+    monkeypatch.setattr(_fused, "on_cpu", of_prompts)
     for name, right in list(attention.items()):
         monkeypatch.setitem(attention, name, attend(right))
     for name, product in list(products.items()):
