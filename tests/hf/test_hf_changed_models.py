@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import halfbyte.hf as hf
+from halfbyte.hf import fused_blocks, structure
 from halfbyte.hf.recorded_step import Recorded, kept_steps
 
 CACHE = {"keys": "int8", "values": "int8"}
@@ -111,6 +112,16 @@ def test_one_thread_records_at_a_time(monkeypatch):
         for made in [pool.submit(run) for _ in range(2)]:
             made.result(60)
     assert most == [1, 1]
+
+
+def test_a_step_that_another_thread_records_is_not_watched(packed):
+    """Else a call that begins meanwhile would run unfused, and round in another way."""
+    model = packed("llama")
+    with fused_blocks._recording(list(model.modules())):
+        assert not any(map(structure.has_hooks, model.modules()))
+        hook = model.lm_head.register_forward_hook(lambda *_: None)
+        assert structure.has_hooks(model.lm_head)
+        hook.remove()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two models", "one model"])
