@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ def records(file: Path, model: Any, steps: Steps, machine: Device) -> Iterator[R
     shape = {"B": 1, "T": steps.context, "layers": text_config(model).num_hidden_layers}
     rate, where = Roofline(machine, threads, QUICK).read(2**24).gb_per_s, environment(machine, threads)
     for cache in CACHES:
-        times = _times(file, steps.prompts(model)[0].tolist(), steps.new, threads, cache)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # torch's threads would take turns with its own
+            times = pool.submit(_times, file, steps.prompts(model)[0].tolist(), steps.new, threads, cache).result()
         names, note = f"{file.stem.rpartition('.')[2]}, {cache}/{cache}", f"first token {1e3 * times.first:.1f} ms"
         yield step_record(shape, names, "llama.cpp", file.stat().st_size, where, times, rate, note)
 
