@@ -39,15 +39,23 @@ def _table(machine: str, op: str, cases: dict[str, dict[str, _Cell]]) -> str:
 
 def models() -> str:
     """Steps of whole models by run, in 16 bits, packed, and by llama.cpp."""
-    runs: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {}
+    runs: dict[str, list[dict[str, Any]]] = {}
     for record in (r for r in cpu() if r["op"] == "generate"):
-        own, shape, seconds = record["environment"], record["shape"], record["seconds"]
-        case = f"{own['device']}, {own['threads']} threads, {own['date'][:10]}: {shape['B']} x {shape['T']} tokens"
-        figures = f"{1e3 * seconds:.1f}", f"{shape['B'] / seconds:.1f}", record["note"].removeprefix("first token ")
-        row = record["implementation"], record["formats"], *figures
-        runs.setdefault(case, {})[row[:2]] = row
-    headers = ("", "formats", "ms a step", "tokens/s", "first token")
-    return "\n\n".join(part for case, rows in runs.items() for part in (f"**{case}**", tables.markdown(headers, [*rows.values()])))
+        runs.setdefault(record["environment"]["command"], []).append(record)
+    return "\n\n".join(_steps(records) for records in runs.values())
+
+
+def _steps(records: list[dict[str, Any]]) -> str:
+    own, shape = records[0]["environment"], records[0]["shape"]
+    title = f"{own['device']}, {own['threads']} threads, {own['date'][:10]}: {shape['B']} x {shape['T']} tokens"
+    rows = []
+    for record in records:
+        seconds, first = record["seconds"], record["note"].removeprefix("first token ")
+        rows.append(
+            (record["implementation"], record["formats"], f"{1e3 * seconds:.1f}", f"{record['shape']['B'] / seconds:.1f}", first)
+        )
+    table = tables.markdown(("", "formats", "ms a step", "tokens/s", "first token"), rows)
+    return f"**{title}, computed in {records[0]['formats']}**\n\n{table}"
 
 
 class _Cell(NamedTuple):
