@@ -233,6 +233,16 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     assert max(kept[-1]["kernels"], key=kept[-1]["kernels"].get) in said
 
 
+def test_llama_cpp_is_refused_before_a_model_loads(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    (tmp_path / "m.gguf").touch()
+    for options, said in (
+        (["--gguf", str(tmp_path / "m.gguf"), "--batch", "2"], "with one sequence"),
+        (["--gguf", str(tmp_path / "none.gguf")], "none.gguf' is no file"),
+    ):
+        assert run("bench", "model", "no model", "--device", "cpu", *options) != 0
+        assert said in capsys.readouterr().err
+
+
 def test_refused(tmp_path) -> None:
     machine = describe("cpu")
     with pytest.raises(InvalidArgument, match="new=1; expected at least 2"):

@@ -13,7 +13,6 @@ import typer
 from halfbyte import settings
 from halfbyte.cli.options import Dtype, Keys, Output, Values
 from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, console, print_table, token_count
-from halfbyte.errors import check
 from halfbyte_lab.options import check_appendable
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ def bench_model(
 ) -> None:
     """Tokens a second of a whole model: transformers in 16 bits, halfbyte in several ways, and where a step's time goes."""
     check_appendable(output, "output")
-    check(gguf is None or gguf.is_file(), f"gguf={str(gguf)!r} is no file")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints lines of its own to stderr
     from halfbyte.device import describe
     from halfbyte.hf.model_support import read_config
@@ -61,6 +59,8 @@ def bench_model(
     from halfbyte_lab.model_step import Formats, Steps, load, measure
 
     steps, machine = Steps(batch, context, new), describe(device)
+    if gguf is not None:
+        llama_cpp.check_can_run(gguf, batch, machine)
     formats = Formats(weights, keys, values, None if lm_head == "bf16" else lm_head, dtype)
     lm = of_sizes(read_config(resolve_model(model)), machine, formats) if random else load(model, machine, formats)
     results: list[Record] = []

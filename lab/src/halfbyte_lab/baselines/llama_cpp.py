@@ -26,9 +26,16 @@ REPEATS = 5
 CACHES = ("f16", "q8_0")
 
 
+def check_can_run(file: Path, batch: int, machine: Device) -> None:
+    """Raise where it cannot be measured."""
+    check(file.is_file(), f"gguf={str(file)!r} is no file")
+    check(machine.kind == "cpu" and batch == 1, "gguf is given; llama.cpp is measured on a CPU (--device cpu), with one sequence")
+    require("xllamacpp", "llama.cpp as a peer")
+
+
 def records(file: Path, model: Any, steps: Steps, machine: Device) -> Iterator[Record]:
     """Steps of one sequence with the `model` in a GGUF file: a record for each type of its cache."""
-    check(machine.kind == "cpu" and steps.batch == 1, "llama.cpp is measured on a CPU, with one sequence")
+    check_can_run(file, steps.batch, machine)
     threads = torch.get_num_threads()
     shape = {"B": 1, "T": steps.context, "layers": text_config(model).num_hidden_layers}
     rate, where = Roofline(machine, threads, QUICK).read(2**24).gb_per_s, environment(machine, threads)
@@ -40,7 +47,6 @@ def records(file: Path, model: Any, steps: Steps, machine: Device) -> Iterator[R
 
 
 def _times(file: Path, prompt: list[int], new: int, threads: int, cache: str) -> Times:
-    require("xllamacpp", "llama.cpp as a peer")
     import xllamacpp
 
     options: Any = xllamacpp.CommonParams()
