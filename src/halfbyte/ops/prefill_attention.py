@@ -87,8 +87,10 @@ def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Attention
         result = _fused.causal(q, k, v, o)
         if result is not None:
             return result
-    if (impl, chosen) == ("auto", "cpu") and can_bypass_on_cpu(q, k, v) and (part := _fused.on_cpu(q, k, v, o)) is not None:
-        return part
+    if (impl, chosen) == ("auto", "cpu") and not torch.compiler.is_compiling():
+        with torch.autocast("cpu", enabled=False):  # which changes no type here, either
+            if can_bypass_on_cpu(q, k, v) and (part := _fused.on_cpu(q, k, v, o)) is not None:
+                return part
     lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
     keys, values = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
     return _attended(DecodeCall(q, keys, values, lengths, torch.zeros_like(lengths), None, o, impl), chosen)
