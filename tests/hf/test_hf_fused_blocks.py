@@ -100,6 +100,12 @@ def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"attention_mask": left_padding(ids, 5)}
 
 
+@pytest.fixture(autouse=True)
+def _op_by_op(monkeypatch):
+    """As on a GPU: on a CPU compiled loops take the place of ops, and have tests of their own."""
+    monkeypatch.setattr(fused_parts.BlockLoops, "__call__", lambda *_: None)
+
+
 @pytest.fixture
 def blocks_ran(monkeypatch: pytest.MonkeyPatch) -> list[FusedBlock]:
     """The fused blocks that were called."""
@@ -204,7 +210,6 @@ def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
 
 
 def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
-    monkeypatch.setattr(fused_parts.BlockLoops, "__call__", lambda *_: None)  # on a CPU they take the place of ops
     calls = []
     for owner, name in ((fused_forms, "projected"), (fused_parts, "gated_projection")):
         watched(monkeypatch, owner, name, lambda x, weights, *_, name=name: calls.append((name, len(weights))))
