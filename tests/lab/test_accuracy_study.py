@@ -151,6 +151,14 @@ def test_quality_per_bit_measures_every_format_once() -> None:
     assert not any(KV_FORMATS[s.keys].token_block and s.rotate_keys for s in full[0].settings)  # type: ignore[attr-defined]
 
 
+def test_models_that_were_measured_together_share_a_chart() -> None:
+    """One that was measured later, elsewhere, takes it from nobody, and has none alone."""
+    blank = Record(quality_per_bit.QUALITY, {}, "int8", "halfbyte", 0, WHERE, error=1e-3, bits=8.25)
+    first, *others = (replace(blank, case=name) for name in quality_per_bit.MODELS)
+    assert len(quality_per_bit.drawn([first, *others])) == len(quality_per_bit.drawn([first, *others[:-1]])) == 2
+    assert quality_per_bit.drawn(others[-1:]) == []
+
+
 def test_the_chart_of_a_real_model_has_the_toy_and_what_is_safe_beside() -> None:
     """Of the toy the same formats; the limit is twice the floor of the same text."""
     blank = Record("", {}, "", "halfbyte", 0, WHERE, noise=1e-5)

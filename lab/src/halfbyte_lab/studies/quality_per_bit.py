@@ -210,11 +210,11 @@ def _continued_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
-    """KL divergence against bits: without outliers, and the largest over all models."""
-    figures = []
+    """KL divergence against bits: without outliers, and the largest over all models that were measured together."""
+    figures, both = [], [name for name in MODELS if any((r.op, r.case) == (QUALITY, name) for r in measured)]
     for title, cases in (
         ("Without outliers", [PLAIN]),
-        ("Largest divergence of the models with and without outliers", list(MODELS)),
+        ("Largest divergence of the models with and without outliers", both if PLAIN in both else []),
     ):
         points = _worst([r for r in measured if r.case in cases], len(cases))
         if points:
