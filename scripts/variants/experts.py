@@ -94,7 +94,8 @@ def configurations() -> Iterator[Configuration]:
         tiles, pairs = portable_tiles(_problem(call), H200), tokens * top_k
         y = empty(pairs, features // (1 if activation is None else 2), dtype=call.x.dtype)
         given = ([call.x], [call.weight], [call.bias], [y], tiles, empty(1, dtype=torch.float32), empty(1))
-        launch = partial(portable.launch, *given, empty(1 + tiles.blocks, 4), empty(pairs), activation)
+        order = None if "gates" in options else empty(pairs)  # the second projection's x is sorted
+        launch = partial(portable.launch, *given, empty(1 + tiles.blocks, 4), order, activation)
         yield from recorded(_name("experts", name, tokens, call, options), launch, may_spill="tiles were chosen for sm_90")
     for case in _TUNED:
         yield from _tuned(*case, (9, 0))

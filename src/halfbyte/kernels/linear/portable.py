@@ -45,7 +45,7 @@ class TileSpec(CompiledFor):
     even         K is whole steps: nothing is masked
     fold         group scales multiply the codes
     split        K is split: partial results are added
-    pairs        with routing: pairs of a token and an expert that share a batch row
+    pairs        pairs of a token and an expert that share a batch row; 0: no routing
     activation   with routing: of pairs of columns; None: none
     """
 
@@ -58,7 +58,7 @@ class TileSpec(CompiledFor):
     fold: bool
     split: bool
     interpreted: bool
-    pairs: int = 1
+    pairs: int = 0
     activation: Activation | None = None
 
 
@@ -192,7 +192,7 @@ def _tile(tile, number, first_row, M, K, split, splits, share, partials, semapho
 @triton.jit(do_not_specialize=["M", "K", "splits", "share"])
 def _linear(weights, partials, semaphores, M, K, splits, share, routing, C: tl.constexpr):
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    if routing is None:
+    if C.pairs == 0:  # a tuple that may hold None is compared with None by no Triton before 3.7
         _dense(tile, split, weights, partials, semaphores, M, K, splits, share, C)
     else:
         _routed(tile, split, weights[0], partials, semaphores, splits, share, routing, C)
@@ -267,7 +267,7 @@ def launch(
     features = [w.shape[-2] for w in weights]
     count = tiles.count(features, m)
     shape, options = (tiles.block_n, tiles.block_m, tiles.block_k, tiles.num_stages), (tiles.fold, tiles.splits > 1, INTERPRETED)
-    per_row = 1 if order is None else len(order) // m
+    per_row = 0 if blocks is None else 1 if order is None else len(order) // m
     routing = None if blocks is None else (blocks, order, features[0], k)  # numbers here are specialized on
     _linear[(count * tiles.splits,)](
         tuple(weight(*each) for each in zip(xs, weights, biases, outs, strict=True)),
