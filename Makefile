@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow-test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study gpt2 evidence lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test slow-test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-engine-test gpu-sanitize gpu-bench study gpt2 evidence lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -103,6 +103,9 @@ SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --maxprocesses 15 --
 gpu-test:      ## the GPU's suite with PYTHON=..., which must have torch, triton and pytest
 	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "kernel_times or huge"
 	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "not kernel_times and not huge" $(SPREAD)
+
+gpu-engine-test: ## the vLLM plugin in real engines on a GPU, with PYTHON=..., which must also have vLLM, and halfbyte as a plugin of it
+	$(ON_GPU) $(PYTHON) -m pytest -W ignore tests/engine $(SPREAD)
 
 # The first run compiles, so that the tools watch kernels and not a compiler. Without the caching allocator every tensor is an
 # allocation of its own, whose bounds and first writes the tools can see. racecheck leaves out the kernel whose warps part: it reports

@@ -1,4 +1,7 @@
-"""Engines of a real vLLM in this process, on its CPU platform, and what transformers says to the same prompts."""
+"""Engines of a real vLLM, in this process on its CPU platform, in others on a GPU, and what transformers says to the same prompts.
+
+`make engine-test` on a CPU; `make gpu-engine-test PYTHON=...` on a machine with a GPU and vLLM, to which halfbyte is installed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(torch.cuda.is_available())),
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions for `collective_rpc`, which are found by their modules' names
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles where it is first used
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_CI_ENV": "1",  # Dynamo without Inductor, where a test compiles
@@ -19,7 +28,7 @@ os.environ |= {
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))  # tiny_models
 
 import pytest
-from engines import save
+from engines import ON_GPU, save
 from tiny_models import base
 from vllm.triton_utils import dispatcher
 
@@ -45,6 +54,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
 
     def folder(family: str) -> Path:
         model = base(family)
+        if family == "gemma2" and ON_GPU:
+            pytest.skip("vLLM refuses it in fp16")
         if family == "gemma2":  # vLLM knows it with tied embeddings only
             model.config.tie_word_embeddings = True
             model.tie_weights()
@@ -64,10 +75,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: left out unless HALFBYTE_ENGINES=all")
+    config.addinivalue_line("markers", "cpu_platform: left out on a GPU, as it stands in for one or is of that platform")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("HALFBYTE_ENGINES") != "all":
-        left_out = [item for item in items if item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    names = [] if os.environ.get("HALFBYTE_ENGINES") == "all" else ["nightly"]
+    names += ["cpu_platform"] if ON_GPU else []
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in names) or not _has_gpus(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _has_gpus(item: pytest.Item) -> bool:
+    """Whether there are as many as the test has ranks."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    ranks = 2 if parameters.get("schedule") == "tensor parallelism" else parameters.get("ranks", 1)
+    return not ON_GPU or ranks <= torch.cuda.device_count()

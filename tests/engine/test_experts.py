@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from engines import assert_same, by_transformers, engine, generate, later, quantized, save
+from engines import ON_GPU, assert_same, by_transformers, engine, generate, later, quantized, refused, save
 from external_folders import gpt_oss
 from families import tiny_model
 from mixtures import expand
 from safetensors.torch import load_file
 from test_hf_expert_files import ONE, drop, write
-from test_weights import RANKS, copied, plain, refused
+from test_weights import RANKS, copied, plain
 from tiny_models import LLAMA, made
 
 import halfbyte.hf
@@ -31,13 +31,14 @@ DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "moe_intermediate_size": 128,
 }
-#: vLLM's own latent attention on a CPU has heads of this size only; `topk_method` and `scoring_func` tell it how tokens are routed.
+#: vLLM's own latent attention on a CPU has latents of this size only, and on a GPU heads of 128 in prompts; `topk_method` and
+#: `scoring_func` tell it how tokens are routed.
 LATENT: dict[str, Any] = {
     "q_lora_rank": 64,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
+    "qk_nope_head_dim": 128 if ON_GPU else 32,
+    "v_head_dim": 128 if ON_GPU else 32,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "num_key_value_heads": LLAMA["num_attention_heads"],

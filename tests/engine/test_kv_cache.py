@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import (
+    DTYPE,
     EXACT,
     PROMPTS,
     SHIPPED,
@@ -174,7 +175,7 @@ def test_values_with_fewer_dims_than_keys(weights: str | None, tmp_path: Path) -
     if weights is None:
         model = quantized(folder, **cache_options)
     else:
-        model = load(folder, dtype=torch.float32, **cache_options)
+        model = load(folder, dtype=DTYPE, **cache_options)
         model.generation_config.eos_token_id = None
     assert_same(found, by_transformers(model, prompts))
 
@@ -233,6 +234,7 @@ def test_families(family: str, tiny) -> None:
     assert_same(found, by_transformers(quantized(tiny(family), keys="int8", values="int4_g32"), prompts))
 
 
+@pytest.mark.cpu_platform
 def test_alibi(tmp_path: Path) -> None:
     """Bloom, by vLLM's own attention in fp32: halfbyte.hf has no models with ALiBi."""
     torch.manual_seed(7)
@@ -246,6 +248,7 @@ def test_alibi(tmp_path: Path) -> None:
     assert_same(found[1], found[0], within=0.05)
 
 
+@pytest.mark.cpu_platform
 @pytest.mark.parametrize("name", ["CPU_ATTN", "FLEX_ATTENTION"])
 def test_a_cache_dtype_selects_the_backend(name: str) -> None:
     """As vLLM 0.33 lets plugins register its names; without it each backend is vLLM's own."""

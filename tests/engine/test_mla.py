@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXACT, assert_same, by_transformers, engine, generate, later, metric, plan_for, quantized, save
+from engines import EXACT, assert_same, by_transformers, engine, generate, later, metric, plan_for, quantized, refused, save
 from families import tiny_model
-from test_refusals import refused
 from vllm.platforms.cpu import CpuPlatform
 
 from halfbyte.engine import PageLayout
@@ -84,6 +83,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cpu_platform
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_families(family: str, tmp_path: Path) -> None:
     """Latents of other sizes, and queries without a latent of their own."""
@@ -94,6 +94,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert_same(found, by_transformers(quantized(folder, keys="int8", values="int4_g32", rotate_keys=False), MANY[2:4]))
 
 
+@pytest.mark.cpu_platform
 def test_tokens_that_fit_grow_by_the_ratio_of_bytes(deepseek: Path) -> None:
     """Pages of vLLM's own backends have other sizes on processors with AMX."""
     tokens = {}
@@ -150,10 +151,10 @@ def test_layers_of_blocks_with_two() -> None:
 
 def test_what_is_refused(deepseek: Path) -> None:
     """Formats that fit no page, another cache beside them, calibrated keys, sink tokens, sparse indexers."""
-    assert "values='int8_tensor' cannot be stored in pages" in refused(backend_name("int8", "int8_tensor"), model=deepseek)
-    assert "kv_cache_dtype='bfloat16'" in refused(backend_name("int8", "int8"), model=deepseek, kv_cache_dtype="bfloat16")
+    assert "values='int8_tensor' cannot be stored in pages" in refused(backend=backend_name("int8", "int8_tensor"), model=deepseek)
+    assert "kv_cache_dtype='bfloat16'" in refused(backend=backend_name("int8", "int8"), model=deepseek, kv_cache_dtype="bfloat16")
     tokens = {"additional_config": {"halfbyte": {"sink_tokens": 4}}}
-    assert "are not implemented for latents (MLA)" in refused(backend_name("int8", "int8"), model=deepseek, **tokens)
+    assert "are not implemented for latents (MLA)" in refused(backend=backend_name("int8", "int8"), model=deepseek, **tokens)
     backend = getattr(mla, backend_name("int8", "int8"))
     reason = backend.supports_combination(576, torch.bfloat16, "auto", 64, True, False, use_sparse=True)
     assert "a sparse indexer picks" in str(reason)

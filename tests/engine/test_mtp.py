@@ -27,6 +27,12 @@ def methods_of_draft(worker: Any) -> set[str]:
     return {type(getattr(module, "quant_method", None)).__name__ for module in worker.model_runner.drafter.model.modules()}
 
 
+def formats_of_layers(worker: Any) -> list[str]:
+    """Of the values of each layer with a cache."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.impl.formats.values for layer in layers if hasattr(layer, "kv_cache")]
+
+
 def folder_of(family: str, weights: str | None, root: Path) -> Path:
     """A tiny model of one layer: in fp32, in a format of halfbyte, or in another library's files."""
     model = made(SIXTEEN[family]())
@@ -66,8 +72,7 @@ def test_a_head_drafts_what_its_model_says(
     with engine(folder, BACKEND, speculative_config=speculation, **options) as llm:
         said = generate(llm, PROMPTS, 40)
         drafts, accepted = (metric(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
-        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        formats = [layer.impl.formats.values for layer in layers.values() if hasattr(layer, "kv_cache")]
+        formats = llm.collective_rpc(formats_of_layers)[0]
         methods = llm.collective_rpc(methods_of_draft)[0]
     assert_same(said, expected)
     assert accepted > drafts / (2 if of_head == weights else 5) > 0  # of a head that is not read, one in a hundred

@@ -19,6 +19,7 @@ from halfbyte.vllm.names import backend_name
 from halfbyte.vllm.prompts import FlashPrompts, FlashPromptsWithExactTokens, Ragged, visible
 from varlen_cases import flash_attention
 
+pytestmark = pytest.mark.cpu_platform
 #: More than one chunk of 96 tokens, and short ones.
 PROMPTS = [list(TEXT[at : at + n]) for at, n in ((0, 20), (1000, 150), (3000, 40), (5000, 230), (7000, 3))]
 #: In 16 bits: more recent ones than the shorter prompts have.

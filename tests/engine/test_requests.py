@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import PROMPTS, SHIPPED, TEXT, engine, generate, quantized, save
-from test_refusals import refused
+from engines import PROMPTS, SHIPPED, TEXT, engine, generate, quantized, refused, save
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.determinism import batch_invariant
@@ -15,6 +14,7 @@ from vllm.model_executor.determinism import batch_invariant
 from halfbyte.vllm import backend
 from halfbyte.vllm.names import backend_name
 
+pytestmark = pytest.mark.cpu_platform  # they look into the engine, which is in another process elsewhere
 PAIR = backend_name("int8", "int8")
 
 
@@ -60,7 +60,7 @@ def test_an_aborted_request_leaves_its_pages(llm: Any) -> None:
 
 
 def test_an_engine_whose_cache_holds_no_request_of_its_length() -> None:
-    assert "KV cache" in refused(PAIR, block_size=16, max_model_len=192, num_gpu_blocks_override=4)
+    assert "KV cache" in refused(backend=PAIR, block_size=16, max_model_len=192, num_gpu_blocks_override=4)
 
 
 def test_batch_invariance_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,4 +85,4 @@ def test_batch_invariance_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> 
 def test_batch_invariance_with_packed_weights_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     folder = save(quantized(SHIPPED, weights="int8_col"), tmp_path / "packed")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert "VLLM_BATCH_INVARIANT=1 is not implemented for halfbyte's linear layers" in refused(PAIR, model=folder)
+    assert "VLLM_BATCH_INVARIANT=1 is not implemented for halfbyte's linear layers" in refused(backend=PAIR, model=folder)

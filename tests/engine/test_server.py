@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import SHIPPED, TEXT
+from engines import DTYPE, ON_GPU, SHIPPED, TEXT
 
 import halfbyte.vllm
 from halfbyte.engine import PageLayout
 from halfbyte.vllm.names import backend_name
 
 HERE = "127.0.0.1"
+TYPE = str(DTYPE).removeprefix("torch.")
 PROMPTS = [list(TEXT[500 * i : 500 * i + 10 + 4 * i]) for i in range(31)]
 
 
@@ -41,13 +42,15 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         # The CPU build of vLLM is a distribution of another name than the one that `vllm serve` looks for.
-        named = folder / "vllm-0.32.0+cpu.dist-info"
-        named.mkdir()
-        (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+        if not ON_GPU:
+            named = folder / "vllm-0.32.0+cpu.dist-info"
+            named.mkdir()
+            (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
         paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.port, self.log = free_port(), folder / "log"
         backend = f"--attention-backend {backend_name('int8', 'int4_g32')}"
-        options = f"{backend} --dtype float32 --max-model-len 512 --enforce-eager --port {self.port}"
+        dtype = f"--dtype {TYPE}" + " --gpu-memory-utilization 0.1" * ON_GPU
+        options = f"{backend} {dtype} --max-model-len 512 --enforce-eager --port {self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED), "--served-model-name", "tiny"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         with self.log.open("wb") as out:
@@ -145,13 +148,13 @@ def test_many_requests_and_a_client_that_dies(server: Server) -> None:
 def test_the_log_tells_how_many_blocks_there_are(server: Server) -> None:
     server.complete(PROMPTS[0])
     told = re.search(
-        r"KV cache in int8 / int4_g32: ([\d,]+) blocks; the same memory has ([\d,]+) in float32 and ([\d,]+) in fp8",
+        rf"KV cache in int8 / int4_g32: ([\d,]+) blocks; the same memory has ([\d,]+) in {TYPE} and ([\d,]+) in fp8",
         server.log.read_text(),
     )
     assert told is not None
     ours, plain, fp8 = (int(n.replace(",", "")) for n in told.groups())
-    assert fp8 == pytest.approx(4 * plain, rel=1e-2)
-    assert ours / plain == pytest.approx(2 * 64 * 4 / PageLayout("int8", "int4_g32", 64).token_head_bytes, rel=1e-2)
+    assert fp8 == pytest.approx(DTYPE.itemsize * plain, rel=1e-2)
+    assert ours / plain == pytest.approx(2 * 64 * DTYPE.itemsize / PageLayout("int8", "int4_g32", 64).token_head_bytes, rel=1e-2)
 
 
 def test_a_server_that_is_told_to_end_does(server: Server) -> None:

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 import torch
-from engines import EXACT, SHIPPED, TEXT, Said, assert_same, engine, generate, metric, save
+from engines import EXACT, SHIPPED, TEXT, Said, assert_same, engine, generate, metric, refused, save
 from safetensors.torch import load_file, save_file
-from test_refusals import refused
 from tiny_models import LLAMA, made
 from transformers import GraniteMoeHybridConfig, MistralConfig
 
@@ -35,7 +34,7 @@ def test_pages_move_between_engines(tmp_path: Path) -> None:
 
 
 def test_connectors_that_move_parts_of_pages(tmp_path: Path) -> None:
-    said = refused(PAIR, kv_transfer_config=connector("DecodeBenchConnector", tmp_path))
+    said = refused(backend=PAIR, kv_transfer_config=connector("DecodeBenchConnector", tmp_path))
     assert "KV connector DecodeBenchConnector may move parts of a page" in said
 
 

@@ -9,12 +9,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-_SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "lab" / "src")])
+_SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "lab" / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@pytest.mark.cpu_platform
 def test_vllms_kernels_attend_to_what_they_store() -> None:
     spec = find_spec("vllm")
     assert spec is not None

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXACT, SHIPPED, assert_same, by_transformers, engine, generate, later, quantized, save
+from engines import DTYPE, EXACT, SHIPPED, assert_same, by_transformers, engine, generate, later, quantized, refused, save
 from external_folders import blocks, tiny, write
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
 from halfbyte import quantize
-from halfbyte.errors import HalfbyteError
 from halfbyte.hf import load
 from halfbyte.vllm import selection, warm_up
 from halfbyte.vllm.names import backend_name
@@ -120,7 +119,7 @@ def test_without_the_flag_vllm_reads_them_itself(tmp_path: Path) -> None:
 
 def plain(folder: Path, **cache: str) -> Any:
     """The folder as a transformers model."""
-    model = load(folder, dtype=torch.float32, **cache)
+    model = load(folder, dtype=DTYPE, **cache)
     model.generation_config.eos_token_id = None
     return model
 
@@ -134,12 +133,6 @@ def copied(folder: Path, to: Path, change) -> Path:
     change(tensors)
     save_file(tensors, to / "model.safetensors", {"format": "pt"})
     return to
-
-
-def refused(folder: Path, **options: Any) -> str:
-    with pytest.raises((HalfbyteError, ValueError, RuntimeError)) as caught, engine(folder, **options):
-        pass
-    return str(caught.value)
 
 
 def test_a_missing_part_is_named(folder, tmp_path: Path) -> None:

@@ -98,15 +98,16 @@ def _stand_ins() -> dict[str, dict[str, Any]]:
     names = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD")
     modes = enum.IntEnum("KVQuantMode", {name: i for i, name in enumerate(names)})  # type: ignore[misc]
     limits = (torch.finfo(fp8).min, torch.finfo(fp8).max)
+    quantized = {"is_quantized_kv_cache": lambda name: name not in ("auto", "bfloat16")}
     return {
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.logger": {"init_logger": lambda name: None},
         "vllm.platforms": {"current_platform": platform},
         "vllm.triton_utils": {"triton": triton, "tl": tl},
         "vllm.utils.math_utils": {"largest_power_of_2_divisor": lambda n: n & -n},
-        "vllm.utils.torch_utils": {"is_quantized_kv_cache": lambda name: name not in ("auto", "bfloat16")},
+        "vllm.utils.torch_utils": quantized,  # up to 0.32
         "vllm.model_executor.layers.quantization.utils.quant_utils": {"FP8_DTYPE": fp8, "get_fp8_min_max": lambda: limits},
-        "vllm.v1.kv_cache_interface": {"KVQuantMode": modes},
+        "vllm.v1.kv_cache_interface": {"KVQuantMode": modes, **quantized},
         _OPS: {},
     }
 
