@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -304,6 +305,43 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
         os.waitpid(child, 0)
         raise AssertionError("the forked process waits for threads that it does not have")
     assert status == 0
+
+
+def test_bound_loops_run_on_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of all loops, whichever thread has them; by the caller alone in a forked process, and after a wait for cores."""
+    pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
+    from halfbyte.cpu.compiled.linear import products as loop
+
+    weight, x = quantize(torch.randn(40, 256), "int4_g32"), torch.randn(3, 256)
+    own, columns = cpu.compiled(weight), cpu.compiled(weight).columns(x).contiguous().numpy()
+    sums = [np.empty((40, 3), np.float32) for _ in range(2)]
+    bound = threads.Bound([(loop, (*own.arrays(), columns, y), 40) for y in sums])
+    loop(*own.arrays(), columns, expected := np.empty((40, 3), np.float32), 0, 40)
+
+    def check_all(steps: int) -> None:
+        for y in sums:
+            y.fill(np.nan)
+        bound(steps)
+        assert all(np.array_equal(y, expected) for y in sums)
+
+    before, regions = torch.get_num_threads(), threads._Regions
+    monkeypatch.setattr(regions, "left_out", 0)
+    try:
+        for count in (1, 2, 3, 64):
+            torch.set_num_threads(count)
+            check_all(1 << 30)
+        monkeypatch.setattr(threads, "SLOW", 0.0)  # every region has waited
+        check_all(1 << 30)
+        assert regions.left_out == threads.FEW * (threads._openmp()[0] != 0)
+        check_all(1 << 30)
+        assert regions.left_out == max(0, threads.FEW - 1) * (threads._openmp()[0] != 0)
+        if hasattr(os, "fork") and not (child := os.fork()):
+            regions.left_out = 0
+            os._exit(int(threads._regions_pay()))
+        if hasattr(os, "fork"):
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(before)
 
 
 #: Of x86 CPUs without AVX-512, and of other CPUs, for which a lookup is made of single loads. All convert fp16.

@@ -21,15 +21,13 @@ from halfbyte.cpu.attention_codes import number_of, width_of
 from halfbyte.cpu.linear import by_codes, compiled, in_tiles, tile_rows
 from halfbyte.cpu.profiled import profiled
 from halfbyte.cpu.sides import sides_of
-from halfbyte.cpu.threads import STEPS, over_rows
+from halfbyte.cpu.threads import Bound
 from halfbyte.kv_buffer import Cache, HeadNorms, Rope
 from halfbyte.reference.block import Norm, gated
 from halfbyte.reference.hadamard import block_size
 from halfbyte.tensors import QuantTensor
 
 Array = np.ndarray[Any, Any]
-#: Parts of a product that threads share among them.
-_PARTS = 1 << 10
 _NO_BIAS, _NO_STARTS, _NO_PAGES = np.empty(0, np.float32), np.empty(0, np.int32), np.empty((0, 0), np.int32)
 
 
@@ -96,7 +94,7 @@ class _Product:
     """x W^T in fp32 [M, N], in memory of its own: `sums`, behind which there may be unused rows."""
 
     def __init__(self, weight: QuantTensor, bias: torch.Tensor | None, x: torch.Tensor, numbers: dict[bool, Array]) -> None:
-        """x: of the shape and type of what is multiplied. numbers: memory for it in fp32, by whether even columns come first."""
+        """numbers: memory for x in fp32, by whether even columns come first."""
         from halfbyte.cpu.compiled.block import finish
         from halfbyte.cpu.compiled.linear import products
 
@@ -105,27 +103,21 @@ class _Product:
         is_tiled, (batch, width) = in_tiles(x, (weight,)), x.shape
         if not is_tiled and not by_codes(x, weight):
             raise Unfit
-        own, self.finish = compiled(weight), finish
-        self.rest: tuple[Any, ...]
+        own, rows, self.finish = compiled(weight), _rows(x), finish
+        self.bound: tuple[Any, Sequence[Any], int]
         if is_tiled:
             count = 1 << (batch - 1).bit_length()
             memory = np.empty((count, own.features), np.float32)
-            (self.loop, self.steps), self.units, self.sums = own.tile_loop(count), -(-own.features // 16), memory[:batch]
-            self.weight, self.rest, self.x = own.tiles, (memory, width // own.piece), None
+            (loop, self.steps), self.sums = own.tile_loop(count), memory[:batch]
+            self.bound = loop, (*own.tiles, rows.view(np.int32), memory, width // own.piece), -(-own.features // 16)
         else:
             memory = np.empty((own.features, batch), np.float32)
-            self.loop, self.steps, self.units, self.sums = products, memory.size * width, own.features, memory.T
-            self.weight, self.rest = tuple(own.arrays()), (memory,)
-            is_ready = x.dtype is torch.float32 and not own.nibbles
-            self.x = None if is_ready else numbers.setdefault(own.nibbles, np.empty(x.shape, np.float32))
-        self.kind = np.int32 if is_tiled else np.float32
+            self.steps, self.sums = memory.size * width, memory.T
+            if x.dtype is not torch.float32 or own.nibbles:
+                rows = numbers.setdefault(own.nibbles, np.empty(x.shape, np.float32))
+            self.bound = products, (*own.arrays(), rows, memory), own.features
         self.scales, self.bias = (_of_rows(t, own.features) for t in (own.tensor_scale, bias))
         self.is_plain, self.like = not self.scales.size and not self.bias.size, np.empty(0, block.NUMBERS[x.dtype])
-
-    def __call__(self, rows: Array, first: int, last: int) -> None:
-        """Parts first to last."""
-        x = rows.view(self.kind) if self.x is None else self.x
-        self.loop(*self.weight, x, *self.rest, self.units * first // _PARTS, self.units * last // _PARTS)
 
     def complete(self) -> Array:
         """`sums` with scales and bias, and then rounded, where there are any: what follows rounds."""
@@ -146,24 +138,19 @@ class _Products:
         from halfbyte.cpu.compiled.block import arrange
 
         x = torch.empty(batch, layers.weights[0].shape[-1], dtype=dtype)
-        self.numbers: dict[bool, Array] = {}
+        self.rows, self.numbers = _rows(x), dict[bool, Array]()
         self.all = [_Product(weight, bias, x, self.numbers) for weight, bias in zip(*layers, strict=True)]
         self.arrange, self.steps = arrange, sum(product.steps for product in self.all)
+        self.bound = Bound([product.bound for product in self.all])
 
     def __call__(self, rows: Array) -> None:
-        profiled("linear", self._multiply, rows)
+        np.copyto(self.rows, rows)
+        profiled("linear", self._multiply)
 
-    def _multiply(self, rows: Array) -> None:
+    def _multiply(self) -> None:
         for halves, x in self.numbers.items():
-            self.arrange(rows, x, halves)
-        if self.steps < 2 * STEPS:
-            self._run(rows, 0, _PARTS)
-        else:
-            over_rows(self._run, _PARTS, self.steps, rows)
-
-    def _run(self, rows: Array, first: int, last: int) -> None:
-        for product in self.all:
-            product(rows, first, last)
+            self.arrange(self.rows, x, halves)
+        self.bound(self.steps)
 
 
 class _Projections:
@@ -217,7 +204,8 @@ class _Append:
         self.units, self.steps = batch * k.shape[1], 8 * k.size
         places = self.before, self.one, _NO_PAGES, np.zeros((2, self.units), np.int64)
         self.sides = sides_of(cache.keys), sides_of(cache.values)
-        self.stored = *self.rows[:2], *self.sides, *(append.rule(side.format) for side in sides), *places
+        stored = *self.rows[:2], *self.sides, *(append.rule(side.format) for side in sides), *places
+        self.bound = Bound([(self.store, stored, self.units)])
 
     def __call__(self, rope: Rope | None) -> bool:
         """Store tokens `before` [B]; False, and nothing has changed, where they cannot be."""
@@ -229,7 +217,7 @@ class _Append:
             return False
         if not self.prepare(*self.new, cos, sin, interleaved, self.code, self.rotation, self.one, *self.rows):
             return False
-        over_rows(self.store, self.units, self.steps, *self.stored)
+        self.bound(self.steps)
         return True
 
 
@@ -259,6 +247,9 @@ class _Attention:
         self.splits, (batch, heads, group, _) = splits, self.queries.shape
         self.parts = np.empty((batch, heads, splits, group, self.width), self.number)
         self.states = np.empty((*self.parts.shape[:-1], 2), self.number)
+        keys, values = self.append.sides
+        rows = self.queries, keys, values, _NO_PAGES, self.places, _NO_BIAS, self.options, self.states, self.parts
+        self.bound = Bound([(self.loops[1], rows, self.append.units * splits)])
 
     def __call__(self, x: Array, rope: Rope | None, starts: Array) -> Array | None:
         """Rows of the result, whose token is stored but not counted; None, and nothing has changed, where it cannot be."""
@@ -272,11 +263,10 @@ class _Attention:
     def _attend(self, longest: int) -> None:
         if (splits := -(-longest // self.split)) != self.splits:
             self._allocate(splits)
-        prepare, attend, finish = self.loops
+        prepare, _, finish = self.loops
         keys, values = self.append.sides
         prepare(self.append.q.astype(self.number, copy=False), self.sm_scale, self.append.rotation, keys[0][3].parts, self.queries)
-        rows = self.queries, keys, values, _NO_PAGES, self.places, _NO_BIAS, self.options, self.states, self.parts
-        over_rows(attend, self.append.units * splits, self.queries.size * longest * 2, *rows)
+        self.bound(self.queries.size * longest * 2)
         finish(self.states, self.parts, self.sinks, values[0][3].parts, self.out, self.lse)
         self.store(self.flat, self.rows)
 

@@ -6,12 +6,13 @@ multiplies bf16. halfbyte's part is to ask them for the log-sum-exp, by which th
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch.nn.attention import SDPBackend
 
 from halfbyte.device import cpu_has_bf16
 from halfbyte.kv_buffer import AttentionOptions
-from halfbyte.threads import each
 
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
 #: The limit of the grid axis on which FlashAttention has sequences.
@@ -39,8 +40,8 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOption
 
 
 def on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> Part | None:
-    """`causal` on a CPU, KV head by KV head, on threads that sleep in between. Padding is left out, so that each sequence has the
-    bits that it has alone.
+    """`causal` on a CPU, KV head by KV head, without copies of keys for each query head. Padding is left out, so that each sequence
+    has the bits that it has alone.
     """
     has_window = o.window is not None and o.window < q.shape[2]
     if not _suits(q, k, v, o) or has_window or q.dtype is not torch.bfloat16 or not cpu_has_bf16() or q.shape[2] <= 1:
@@ -49,15 +50,13 @@ def on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOption
     starts = [0] * len(q) if o.starts is None else o.starts.clamp(0, q.shape[2]).tolist()
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
 
-    def attend(place: tuple[int, int]) -> None:
-        b, head = place
-        heads = slice(head * group, (head + 1) * group)
-        own = q[b : b + 1, heads, starts[b] :]
-        kv = (x[b : b + 1, head : head + 1, starts[b] :].expand(-1, group, -1, -1) for x in (k, v))
-        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(own, *kv, 0.0, True, scale=o.sm_scale)
-        out[b, heads, starts[b] :], lse[b, heads, starts[b] :] = result[0][0], result[1][0]
-
-    each(attend, [(b, head) for b, first in enumerate(starts) if first < q.shape[2] for head in range(k.shape[1])])
+    for b, head in product(range(len(q)), range(k.shape[1])):
+        if (first := starts[b]) < q.shape[2]:
+            heads = slice(head * group, (head + 1) * group)
+            kv = (x[b : b + 1, head : head + 1, first:].expand(-1, group, -1, -1) for x in (k, v))
+            attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            result = attend(q[b : b + 1, heads, first:], *kv, 0.0, True, scale=o.sm_scale)
+            out[b, heads, first:], lse[b, heads, first:] = result[0][0], result[1][0]
     return out[..., :value_dim], lse
 
 

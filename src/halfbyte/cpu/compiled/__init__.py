@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+from numba import cfunc, njit
 
 #: Of all files of this package, into which loops are inlined.
 _DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()[:12]
@@ -18,10 +18,18 @@ def loop(function: Callable[..., Any], signature: Any = None) -> Any:
 
     With a signature arguments are converted to its types: arrays with any strides need no code of their own.
     """
+    return _kept(njit, function, signature, nogil=True, error_model="numpy")
+
+
+def callback(function: Callable[..., Any], signature: Any) -> Any:
+    """A function that code in C calls by its `address`, kept as a loop is."""
+    return _kept(cfunc, function, signature)
+
+
+def _kept(compiler: Callable[..., Any], function: Callable[..., Any], signature: Any, **options: Any) -> Any:
     # numba reads a stored loop again if the file of the loop is as it was, and looks at no file that the loop calls.
     function.__qualname__ = f"{function.__name__}_{_DIGEST}"
-    options = {"nogil": True, "error_model": "numpy"}
     try:
-        return njit(signature, cache=True, **options)(function)
+        return compiler(signature, cache=True, **options)(function)
     except RuntimeError:  # no such folder
-        return njit(signature, **options)(function)
+        return compiler(signature, **options)(function)
