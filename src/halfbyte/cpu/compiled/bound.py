@@ -39,10 +39,10 @@ def bind(function: Any, arguments: Sequence[Any]) -> tuple[int, Array]:
             function.compile(kinds)
     else:
         (kinds,) = function.overloads
-    if (known := _FUNCTIONS.get((function, kinds))) is None:
-        known = _FUNCTIONS[function, kinds] = _function(function.overloads[kinds])
+    if (entry := _FUNCTIONS.get((function, kinds))) is None:
+        entry = _FUNCTIONS[function, kinds] = _function(function.overloads[kinds])
     words = (word for kind, value in zip(kinds[:-2], arguments, strict=True) for word in _words(kind, value))
-    return known[1], np.frombuffer(b"".join(words), np.int64).copy()
+    return entry[1], np.frombuffer(b"".join(words), np.int64).copy()
 
 
 def _words(kind: Any, value: Any) -> Iterator[bytes]:
@@ -61,7 +61,7 @@ def _words(kind: Any, value: Any) -> Iterator[bytes]:
 
 def _function(compiled: Any) -> tuple[Any, int]:
     """What keeps a `_LOOP` for a compiled loop in memory, and its address."""
-    context, kinds, returned = compiled.target_context, compiled.signature.args, compiled.signature.return_type
+    context, kinds, result = compiled.target_context, compiled.signature.args, compiled.signature.return_type
     library = context.codegen().create_library("bound")
     module = library.create_ir_module("bound")
     function = ir.Function(module, _LOOP, "bound")
@@ -71,8 +71,8 @@ def _function(compiled: Any) -> tuple[Any, int]:
     for i, kind in enumerate(packer.argument_types):
         scalars.append(builder.load(builder.bitcast(builder.gep(words, [ir.Constant(_WORD, i)]), kind.as_pointer())))
     address = ir.Constant(_WORD, compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
-    target = builder.inttoptr(address, context.call_conv.get_function_type(returned, kinds).as_pointer())
-    context.call_conv.call_function(builder, target, returned, kinds, [*packer.from_arguments(builder, scalars), *rows])
+    target = builder.inttoptr(address, context.call_conv.get_function_type(result, kinds).as_pointer())
+    context.call_conv.call_function(builder, target, result, kinds, [*packer.from_arguments(builder, scalars), *rows])
     builder.ret_void()
     with global_compiler_lock:
         library.add_ir_module(module)
