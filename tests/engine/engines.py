@@ -28,8 +28,9 @@ ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.float16) if ON_GPU else ("cpu", torch.float32)
 #: Of an engine beside others on its GPU: 64 MiB of pages, and no profile of memory, which others change meanwhile.
 _SHARED_GPU = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 26}
-#: Log probabilities in fp16 by kernels whose sums round differently, as the number of rows decides.
-_NOISE = 0.05
+#: By how much log probabilities differ in fp16 at most: kernels of other numbers of rows round their sums differently, and a code
+#: that flips is a large step. Seen on an H200: 0.15 with codes of 8 bits, 0.27 with 4, 0.03 with packed weights alone.
+_NOISE = 0.3
 #: Prefill as transformers does it: a prompt attends to its own 16-bit keys.
 EXACT = {"halfbyte": {"prefill": "exact"}}
 
@@ -156,5 +157,4 @@ def assert_same(found: Sequence[Said], expected: Sequence[Said], within: float =
         assert ON_GPU or same == len(f.tokens), f"{f.tokens} is not {e.tokens}"
         apart = [abs(a - b) for a, b in zip(f.logprobs[: same + 1], e.logprobs[: same + 1], strict=True)]
         worst = max(worst, *apart)
-        print(f"same {same} of {len(f.tokens)}, apart {max(apart):.3g}")
     assert worst <= within, f"log probabilities differ by up to {worst:.3g}"

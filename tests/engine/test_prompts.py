@@ -40,7 +40,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Ragged]:
         def checked(self: FlashPrompts, part: Ragged, q: torch.Tensor, cache: Any, new: Any, out: torch.Tensor, exact: Any) -> None:
             parts.append(part)
             attend(self, part, q, cache, new, out, exact)
-            options: dict[str, Any] = {"window": self.window, "softcap": self.options["softcap"] or None, "exact_tokens": exact}
+            options: dict[str, Any] = {
+                "window": self.window,
+                "softcap": self.options["softcap"] or None,
+                "sinks": self.sinks,
+                "exact_tokens": exact,
+            }
             if new is not None:
                 options |= {"prefill": "exact", "k": new[0], "v": new[1]}
             scale = self.options["softmax_scale"]
@@ -86,6 +91,16 @@ def test_long_chunks_are_unpacked(prefill: str, tokens: dict[str, int], calls: l
     assert any(len(host) > 1 for host in hosts), "no call had several requests"
     assert any(count < length for host in hosts for count, length in host), "no chunk had a past"
     assert all(part.exact == (prefill == "exact") for part in calls)
+
+
+@pytest.mark.parametrize(("dtype", "are_unpacked"), [("float16", False), ("bfloat16", True)])
+def test_sinks(dtype: str, are_unpacked: bool, calls: list[Ragged], tiny) -> None:
+    """FlashAttention 3 takes them in bf16 only."""
+    options: dict[str, Any] = {"dtype": dtype, "block_size": 16, "max_num_batched_tokens": 96, "max_model_len": 512}
+    with engine(tiny("gpt_oss"), backend=backend_name("int8", "int4_g32"), **options) as llm:
+        measure_memory(llm)
+        generate(llm, [[7 * i % 100 for i in range(230)]], 2)
+    assert bool(calls) == are_unpacked
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

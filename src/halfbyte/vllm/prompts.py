@@ -275,6 +275,8 @@ def flash_prompts(impl: Any, layer: Any, formats: LayerFormats, dtype: torch.dty
     same = all(fmt.is_quantized or fmt.name == _PLAIN.get(dtype) for fmt in formats_of_layer)
     if dtype not in _PLAIN or not same or layer.head_size_v != impl.head_size or envs.VLLM_BATCH_INVARIANT:
         return None
+    if impl.sinks is not None and dtype is not torch.bfloat16:  # FlashAttention 3 reads sinks in bf16 only, and fails in the prompt
+        return None
     version = _version(impl)
     if version is None or (impl.exact_tokens is not None and impl.alibi_slopes is not None):
         return None
