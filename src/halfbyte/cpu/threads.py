@@ -26,7 +26,7 @@ from halfbyte.threads import pool
 
 #: Steps of a loop (one multiplication each) that are worth another thread: some 50 microseconds, what waking one takes.
 STEPS = 1 << 19
-#: Those that are worth a thread that spins: some 5 microseconds.
+#: Those that are worth meeting with one thread that spins, or with twice as many threads: some 5 microseconds.
 SPUN_STEPS = 1 << 16
 #: Seconds a step after which a region of threads waited for cores that others use, and how many are then left out.
 SLOW, FEW = 4e-9, 500
@@ -83,10 +83,11 @@ class Bound:
 
     def __call__(self, steps: int) -> None:
         """Run them: on torch's threads if `steps` are worth it, or, if these have just waited for cores, as `over_rows` does."""
-        if steps < 2 * SPUN_STEPS or torch.get_num_threads() == 1:
+        threads = torch.get_num_threads()
+        if threads == 1 or steps < threads.bit_length() * SPUN_STEPS:
             self.loops.share(*self.place, 0, 1)
         elif not _regions_pay():
-            count = max(1, min(torch.get_num_threads(), steps // STEPS))
+            count = max(1, min(threads, steps // STEPS))
             _on_threads(self.loops.share, [(*self.place, part, count) for part in range(count)])
         else:
             began = time.perf_counter()
