@@ -42,6 +42,7 @@ TESTS = {
     "cpu/compiled/attention.py": ("test_cpu_attention.py",),
     "cpu/compiled/block.py": ("test_block_ops.py", "hf/test_hf_block_loops.py"),
     "cpu/compiled/blocks.py": ("test_cpu_attention.py",),
+    "cpu/compiled/bound.py": ("test_cpu_linear.py", "hf/test_hf_block_loops.py"),
     "cpu/compiled/linear.py": ("test_cpu_linear.py",),
     "cpu/compiled/tiles.py": ("test_cpu_linear.py",),
     "formats.py": ("test_formats.py", "test_quantize.py"),
