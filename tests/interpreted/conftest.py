@@ -7,7 +7,9 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -22,3 +24,16 @@ def _patch_lang_once(fn: object) -> object:
 
 
 interpreter._patch_lang = _patch_lang_once
+
+
+class _Numpy:
+    """NumPy, whose products are summed in fp64: in fp32 the bits of a row depend on its place, with some CPUs' BLAS."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy, name)
+
+    def matmul(self, a: Any, b: Any, dtype: Any) -> Any:
+        return numpy.matmul(a, b, dtype=numpy.float64 if dtype == numpy.float32 else dtype).astype(dtype)
+
+
+interpreter.np = _Numpy()
