@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,3 +98,14 @@ def test_the_command_answers_line_after_line(
     assert "--chat" in capsys.readouterr().err
     assert run(monkeypatch, lines, "demo", "--chat") != 0
     assert "has no chat template" in capsys.readouterr().err
+
+
+def test_a_text_that_a_chat_model_does_not_continue(
+    chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every token ends its answers: it is told where to write, unless no more was asked for."""
+    folder = shutil.copytree(chat_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(256))}), encoding="utf-8")
+    for tokens, told in (("5", True), ("1", False)):
+        assert run(monkeypatch, "", str(folder), "--prompt", "What is it?", "--tokens", tokens, "--device", "cpu") == 0
+        assert ("answers questions with --chat" in capsys.readouterr().err) == told

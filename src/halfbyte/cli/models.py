@@ -105,7 +105,10 @@ def _continue(model: Any, tokenizer: Tokenizer, text: str, ids: list[int], optio
     print(text, end="", flush=True)
     start = time.perf_counter()
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=_streamer(tokenizer), **options)
-    _say_rate(tokens.shape[1] - len(ids), time.perf_counter() - start)
+    count = tokens.shape[1] - len(ids)
+    _say_rate(count, time.perf_counter() - start)
+    if count <= 1 < options["max_new_tokens"] and any(tokenizer.frame):
+        console(stderr=True).print("The model ended the text there; it answers questions with --chat.")
 
 
 def _streamer(tokenizer: Any) -> TextStreamer:
