@@ -307,6 +307,22 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert status == 0
 
 
+def test_arrays_of_bound_loops_are_those_that_they_were_compiled_for() -> None:
+    numba = pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")
+    from halfbyte.cpu.compiled import loop
+
+    i64 = numba.int64
+    typed, right = loop(_nothing, numba.void(i64[::1], i64, i64)), np.zeros(8, np.int64)
+    threads.Bound([(typed, (right,), 8)])(1)
+    for wrong in (right.astype(np.int32), right[None], right[::2]):
+        with pytest.raises(TypeError, match="for a loop that takes"):
+            threads.Bound([(typed, (wrong,), 8)])
+
+
+def _nothing(x: object, first: int, last: int) -> None:
+    pass
+
+
 def test_bound_loops_run_on_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows of all loops, whichever thread has them; by the caller alone in a forked process, and after a wait for cores."""
     pytest.importorskip("numba", reason="loops are compiled by numba: pip install halfbyte[cpu]")

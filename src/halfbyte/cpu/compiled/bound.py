@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import typeof, types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
+from numba.np.numpy_support import as_dtype
 
 from halfbyte.cpu.compiled import callback, loop
 from halfbyte.cpu.compiled.linear import Array
@@ -32,7 +33,10 @@ _FUNCTIONS: dict[tuple[Any, ...], tuple[Any, int]] = {}
 
 
 def bind(function: Any, arguments: Sequence[Any]) -> tuple[int, Array]:
-    """The address of a function that calls a loop with arguments and rows, and its block, which does not keep arrays alive."""
+    """The address of a function that calls a loop with arguments and rows, and its block, which does not keep arrays alive.
+
+    Raises `TypeError` for an array that the loop was not compiled for; nothing is converted.
+    """
     if function._can_compile:
         kinds = *map(typeof, arguments), types.int64, types.int64
         if kinds not in function.overloads:
@@ -48,6 +52,9 @@ def bind(function: Any, arguments: Sequence[Any]) -> tuple[int, Array]:
 def _words(kind: Any, value: Any) -> Iterator[bytes]:
     """A value of a type of numba's: 8 bytes for each scalar of its form in memory."""
     if isinstance(kind, types.Array):
+        fits = value.ndim == kind.ndim and value.dtype == as_dtype(kind.dtype)
+        if not fits or (kind.layout == "C" and not value.flags.c_contiguous):
+            raise TypeError(f"an array [{value.shape}] of {value.dtype}, strides {value.strides}, for a loop that takes {kind}")
         numbers = 0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides
         yield struct.pack(f"<{len(numbers)}q", *numbers)
     elif isinstance(kind, types.BaseTuple):
