@@ -167,10 +167,11 @@ def test_ids_out_of_range_give_zeros(number: int, impl: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [4, PLACE.size(100, 20), PLACE.size(1000, 30)])
-def test_both_projections_are_one_after_the_other(tokens: int) -> None:
-    """The same bits, in a graph, too, whether rows stay sorted in between or not."""
-    up = build(Case("int4_g128", (5, 256, 384), tokens, 2, activation=OAI, bias=True))
-    down = build(Case("mxfp4", (5, 130, 128), tokens, 2, gated=True, bias=True))
+@pytest.mark.parametrize(("fmt", "dtype"), [("int4_g128", "bfloat16"), ("mxfp4", "float16")])
+def test_both_projections_are_one_after_the_other(fmt: str, dtype: str, tokens: int) -> None:
+    """The same bits, in a graph, too, whether rows stay sorted in between or not; by the tuned or the portable kernel."""
+    up = build(Case(fmt, (5, 256, 384), tokens, 2, dtype, activation=OAI, bias=True))
+    down = build(Case("mxfp4", (5, 130, 128), tokens, 2, dtype, gated=True, bias=True))
     weights = [Projection([*call.weight.parts().values()], call.weight.format.name, call.bias) for call in (up, down)]
     assert down.gates is not None
     call = partial(experts_mlp, up.x, *weights, up.ids, down.gates, OAI)
