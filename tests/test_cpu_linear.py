@@ -346,11 +346,11 @@ def test_bound_loops_run_on_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> N
         for count in (1, 2, 3, 64):
             torch.set_num_threads(count)
             check_all(1 << 30)
-        monkeypatch.setattr(threads, "SLOW", 0.0)  # every region has waited
+        monkeypatch.setattr(threads, "LATE", 0.0)  # every region has waited
         check_all(1 << 30)
-        assert regions.left_out == threads.FEW * (threads._openmp()[0] != 0)
+        assert regions.left_out == threads.LEFT_OUT * (threads._openmp()[0] != 0)
         check_all(1 << 30)
-        assert regions.left_out == max(0, threads.FEW - 1) * (threads._openmp()[0] != 0)
+        assert regions.left_out == max(0, threads.LEFT_OUT - 1) * (threads._openmp()[0] != 0)
         if hasattr(os, "fork") and not (child := os.fork()):
             regions.left_out = 0
             os._exit(int(threads._regions_pay()))

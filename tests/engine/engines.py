@@ -27,7 +27,7 @@ PROMPTS = [list(TEXT[at : at + n]) for at, n in ((0, 20), (1000, 150), (3000, 40
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.float16) if ON_GPU else ("cpu", torch.float32)
 #: Of an engine beside others on its GPU: 64 MiB of pages, and no profile of memory, which others change meanwhile.
-_SHARED_GPU = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 26}
+SHARED_GPU = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 26} if ON_GPU else {}
 #: By how much log probabilities differ in fp16 at most: kernels of other numbers of rows round their sums differently, and a code
 #: that flips is a large step. Seen on an H200: 0.15 with codes of 8 bits, 0.27 with 4, 0.03 with packed weights alone.
 _NOISE = 0.3
@@ -55,7 +55,7 @@ def engine(model: str | Path = SHIPPED, backend: str | None = None, **options: A
     from vllm.model_executor.layers import rotary_embedding
 
     defaults = {"max_model_len": 256, "enforce_eager": True, "skip_tokenizer_init": True, "max_num_seqs": 16}
-    defaults |= {"dtype": str(DTYPE).removeprefix("torch."), **(_SHARED_GPU if ON_GPU else {})}
+    defaults |= {"dtype": str(DTYPE).removeprefix("torch."), **SHARED_GPU}
     rotary_embedding._ROPE_DICT.clear()  # else this engine rotates by the custom op, or in torch, as the one before did
     llm = None
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import SHARED_GPU
 
 ROOT = Path(__file__).parents[2]
 _SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "lab" / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -33,7 +34,7 @@ def test_vllms_kernels_attend_to_what_they_store() -> None:
 
 def test_engines_are_measured_in_a_process_each(tmp_path: Path) -> None:
     out = tmp_path / "vllm.jsonl"
-    options = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "max_model_len": 256}
+    options = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "max_model_len": 256, **SHARED_GPU}
     shapes = ("--decode", "2x200", "--hits", "2x64+8", "--serve", "3x40+4", "--tokens", "2", "14")
     command = [
         sys.executable,

@@ -26,10 +26,10 @@ from halfbyte.threads import pool
 
 #: Steps of a loop (one multiplication each) that are worth another thread: some 50 microseconds, what waking one takes.
 STEPS = 1 << 19
-#: Those that are worth meeting with one thread that spins, or with twice as many threads: some 5 microseconds.
+#: Steps that pay for a barrier of two threads that spin, some 5 microseconds; each doubling of the threads takes as many more.
 SPUN_STEPS = 1 << 16
-#: Seconds a step after which a region of threads waited for cores that others use, and how many are then left out.
-SLOW, FEW = 4e-9, 500
+#: A region that takes more seconds a step than this has waited for cores that others use; so many regions are then left out.
+LATE, LEFT_OUT = 4e-9, 500
 #: CPUs that loops are compiled for, as operating systems call them.
 MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 
@@ -92,8 +92,8 @@ class Bound:
         else:
             began = time.perf_counter()
             self.loops.region(self.parallel, self.loops.BODY, self.words.ctypes.data)
-            if time.perf_counter() - began > steps * SLOW:
-                _Regions.left_out = FEW
+            if time.perf_counter() - began > steps * LATE:
+                _Regions.left_out = LEFT_OUT
 
 
 class _Regions:

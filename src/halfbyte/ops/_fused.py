@@ -50,11 +50,11 @@ def on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOption
     starts = [0] * len(q) if o.starts is None else o.starts.clamp(0, q.shape[2]).tolist()
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
 
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for b, head in product(range(len(q)), range(k.shape[1])):
         if (first := starts[b]) < q.shape[2]:
             heads = slice(head * group, (head + 1) * group)
             kv = (x[b : b + 1, head : head + 1, first:].expand(-1, group, -1, -1) for x in (k, v))
-            attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             result = attend(q[b : b + 1, heads, first:], *kv, 0.0, True, scale=o.sm_scale)
             out[b, heads, first:], lse[b, heads, first:] = result[0][0], result[1][0]
     return out[..., :value_dim], lse
